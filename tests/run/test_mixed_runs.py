@@ -497,8 +497,8 @@ def test_a_configuration_of_tasks_is_printed_checked_and_examined(tmp_path: Path
     code = {"code": {"task": "code:small_functions"}, "b": dict(SUMS)}
     assert not [f for f in needs_findings(job(tmp_path, code), None) if "no such file" in f.what]
     missing = {"a": {"task": f"{tmp_path}/none.py:task"}, "b": dict(SUMS)}
-    told = [f.what for f in needs_findings(job(tmp_path, missing), None)]
-    assert any(text.startswith("tasks.a.task=") and "no such file" in text for text in told)
+    texts = [f.what for f in needs_findings(job(tmp_path, missing), None)]
+    assert any(text.startswith("tasks.a.task=") and "no such file" in text for text in texts)
 
 
 def test_the_doctor_looks_at_the_problems_of_code(tmp_path: Path) -> None:
@@ -511,17 +511,17 @@ def test_the_doctor_looks_at_the_problems_of_code(tmp_path: Path) -> None:
         tasks = {"a": {"task": f"code:{file}"}, "b": dict(SUMS)}
         return list(needs_findings(job(tmp_path, tasks, **sections), None))
 
-    def told(level: str, findings: list) -> list[str]:
+    def texts(level: str, findings: list) -> list[str]:
         return [f.what for f in findings if f.level == level]
 
-    assert f"tasks.a.task=code:{problems}: 3 records" in told("ok", found(problems))
-    (error,) = told("error", found(broken))
+    assert f"tasks.a.task=code:{problems}: 3 records" in texts("ok", found(problems))
+    (error,) = texts("error", found(broken))
     assert error.startswith("task: tasks.a: ") and f"{broken}, line 1: has no tests." in error
     absent = tmp_path / "none.jsonl"
     of_file = f"tasks.a.task={absent}: there is no such file here"
-    assert of_file in told("error", found(absent))
-    asked = {"evals": {"x": {"task": f"code:{broken}"}}}
-    (error,) = told("error", found(problems, **asked))
+    assert of_file in texts("error", found(absent))
+    options = {"evals": {"x": {"task": f"code:{broken}"}}}
+    (error,) = texts("error", found(problems, **options))
     assert error.startswith("task: evals.x: ") and f"{broken}, line 1: has no tests." in error
 
 

@@ -25,7 +25,7 @@ class Numbers:
         return self.next
 
 
-def test_the_place_is_that_after_what_was_taken_however_much_was_made():
+def test_the_state_is_that_after_what_was_taken_however_much_was_made():
     numbers = Numbers()
     ahead = Ahead(numbers.make, numbers.state)
     assert ahead.state == 0 and numbers.next == 0, "nothing is made before it is asked for"

@@ -119,15 +119,15 @@ def plain(config: Config, threaded) -> tuple[list[dict], dict]:
             version=version,
             settings=SamplerSettings(one_thread=True, schedule=Company(config, version)),
         )
-        told = {}
+        evaluation = {}
         if version in (0, 2, STEPS):
             held_out = dict(enumerate(eval_prompts(config.data, tokenizer)))
-            told = evaluated(sampler, held_out, tokenizer)
-        lines.append({**(lines.pop() if version else {}), **told})
+            evaluation = evaluated(sampler, held_out, tokenizer)
+        lines.append({**(lines.pop() if version else {}), **evaluation})
         if version < STEPS:
             first = version * GROUPS
-            asked = {first + place: next(prompts) for place in range(GROUPS)}
-            answers = drawn(sampler, asked, tokenizer)
+            requests = {first + index: next(prompts) for index in range(GROUPS)}
+            answers = answers_to(sampler, requests, tokenizer)
             rewards = rewards_of(answers, tokenizer)
             data = PolicyData(packed(answers, rewards, version), version=version)
             state, stats = step.update(state, data, at=version)
@@ -137,9 +137,9 @@ def plain(config: Config, threaded) -> tuple[list[dict], dict]:
     return lines, jax.tree.map(np.asarray, state.params)
 
 
-def drawn(sampler, prompts, tokenizer, name="g{}", members=MEMBERS, temperature=1.0):
+def answers_to(sampler, prompts, tokenizer, name="g{}", members=MEMBERS, temperature=1.0):
     """(prompt, completion) of each member of each group; prompts: by the group's number."""
-    asked = [
+    requests = [
         Request(
             request_id=f"{name.format(number)}/m{member}/t0",
             token_ids=prompt.token_ids,
@@ -151,12 +151,12 @@ def drawn(sampler, prompts, tokenizer, name="g{}", members=MEMBERS, temperature=
         for number, prompt in prompts.items()
         for member in range(members)
     ]
-    completions = sampler.generate(asked)
-    return [(r.token_ids, c) for r, c in zip(asked, completions, strict=True)]
+    completions = sampler.generate(requests)
+    return [(r.token_ids, c) for r, c in zip(requests, completions, strict=True)]
 
 
 def evaluated(sampler, prompts, tokenizer) -> dict[str, float]:
-    answers = drawn(sampler, prompts, tokenizer, "eval/{}", members=1, temperature=0.0)
+    answers = answers_to(sampler, prompts, tokenizer, "eval/{}", members=1, temperature=0.0)
     lengths = [len(c.token_ids) for _, c in answers]
     reward = rewards_of(answers, tokenizer, members=1).mean()
     return {"eval/reward": reward, "eval/length_mean": np.mean(lengths)}
@@ -209,8 +209,8 @@ def packed(answers, rewards, version: int) -> PackedBatch:
 
 def test_the_threaded_run_has_the_metrics_of_one_thread_bit_for_bit(threaded, plain) -> None:
     assert len(threaded[0]) == len(plain[0]) == STEPS + 1
-    for line, told in zip(threaded[0], plain[0], strict=True):
-        assert {k: line[k] for k in told} == {k: float(v) for k, v in told.items()}
+    for line, evaluation in zip(threaded[0], plain[0], strict=True):
+        assert {k: line[k] for k in evaluation} == {k: float(v) for k, v in evaluation.items()}
     assert all("eval/reward" in plain[0][version] for version in (0, 2, STEPS))
 
 

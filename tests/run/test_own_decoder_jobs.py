@@ -154,9 +154,9 @@ def test_the_endpoint_serves_it_with_adapters_where_its_class_is_named(runs: Pat
             for model in ("policy", "math"):
                 body = {"model": model, "prompt": "1+1=", "max_tokens": 4, "temperature": 0}
                 head = {"Authorization": "Bearer key"}
-                told = httpx.post(f"{address}/completions", json=body, headers=head, timeout=120)
-                assert told.status_code == 200, told.text
-                assert told.json()["usage"]["completion_tokens"] > 0
+                reply = httpx.post(f"{address}/completions", json=body, headers=head, timeout=120)
+                assert reply.status_code == 200, reply.text
+                assert reply.json()["usage"]["completion_tokens"] > 0
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(timeout=60)
@@ -181,9 +181,9 @@ def test_a_plan_is_made_of_it(tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
     file.write_text(PLAN)
     own = f"model.decoder={FILE}:ParallelLayer"
-    told = ["--topology", "v5e-4", "--json", f"{tmp_path}/plan.json", "--cache", f"{tmp_path}/c"]
+    reply = ["--topology", "v5e-4", "--json", f"{tmp_path}/plan.json", "--cache", f"{tmp_path}/c"]
     done = subprocess.run(
-        [sys.executable, "-m", "jaxrl_async.plan", str(file), *told, own],
+        [sys.executable, "-m", "jaxrl_async.plan", str(file), *reply, own],
         capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

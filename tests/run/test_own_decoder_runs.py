@@ -35,16 +35,16 @@ def rl(folder: Path, *overrides: str) -> Any:
 
 
 @pytest.mark.exhaustive
-def test_a_resumed_run_goes_on_alike_and_refuses_another_text(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_equally_and_refuses_another_text(tmp_path: Path) -> None:
     exact = ("staleness.max_staleness=0", "checkpoint={every: 2}")
     whole = rl(tmp_path, *exact, "run.name=whole", "run.steps=4")
     train(whole)
     train(rl(tmp_path, *exact, "run.name=parts", "run.steps=2"))
     again = ("run.name=parts", "run.steps=4", "run.resume=true", "run.overwrite=false")
     train(rl(tmp_path, *exact, *again))
-    wanted = weights_of(whole)
+    expected = weights_of(whole)
     for name, array in weights_of(rl(tmp_path, *exact, *again)).items():
-        np.testing.assert_array_equal(array, wanted[name], err_msg=name)
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
     lines = [line for line in metrics_of(whole) if "weights/probe_error" in line]
     assert lines and all(line["weights/probe_error"] < 1e-4 for line in lines)
     with (tmp_path / "mine.py").open("a") as file:

@@ -48,7 +48,7 @@ def steps_of(config: Config) -> list[dict]:
 
 
 @pytest.mark.exhaustive
-def test_pairs_of_what_a_judge_ranks_are_learnt_while_others_are_drawn(tmp_path: Path) -> None:
+def test_pairs_of_what_a_judge_ranks_are_trained_while_others_are_sampled(tmp_path: Path) -> None:
     with FakeJudge() as server:
         server.judge = lambda text: float(len(text) % 10)
         server.faults = ["", "429", "words"]
@@ -92,8 +92,8 @@ def test_a_resumed_run_learns_the_same_pairs(tmp_path: Path) -> None:
     )
     train(again)
     keys = ("train/loss", "preference/margin", "preference/pairs", "preference/ties")
-    found, wanted = ([[x[k] for k in keys] for x in steps_of(c)] for c in (again, whole))
-    assert found == wanted
+    found, expected = ([[x[k] for k in keys] for x in steps_of(c)] for c in (again, whole))
+    assert found == expected
     weights = weights_of(whole)
     for name, values in weights_of(again).items():
         np.testing.assert_array_equal(values, weights[name], err_msg=name)

@@ -86,6 +86,6 @@ def test_priorities_change_no_token_of_a_synchronous_run(tmp_path: Path) -> None
         ("priorities.evaluation=5000", "1000"),
     ],
 )
-def test_a_priority_that_nobody_would_have_is_refused(setting: str, needs: str) -> None:
+def test_a_priority_that_no_request_would_have_is_refused(setting: str, needs: str) -> None:
     with pytest.raises(ConfigError, match=needs):
         load(Path(__file__).parents[2] / "configs" / "addition.yaml", [setting])

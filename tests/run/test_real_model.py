@@ -135,8 +135,8 @@ def test_the_saved_policy_and_its_export_answer_with_the_text_of_transformers(
     shown = tokenizer.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
     inputs = tokenizer(shown, return_tensors="pt", add_special_tokens=False)
     with torch.no_grad():
-        drawn = theirs(merged).generate(**inputs, do_sample=False, max_new_tokens=12)
-    text = tokenizer.decode(drawn[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        sampled = theirs(merged).generate(**inputs, do_sample=False, max_new_tokens=12)
+    text = tokenizer.decode(sampled[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert ours == text and ours.strip()
 
 
@@ -163,14 +163,14 @@ def test_peft_computes_our_logprobs_from_the_runs_adapter_on_the_exported_base(
 def test_a_turn_behind_a_tools_reply_begins_with_the_very_tokens_of_the_turns_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn: list[tuple[np.ndarray, Any]] = []
+    sampled: list[tuple[np.ndarray, Any]] = []
     submit_many = Router.submit_many
 
     def noted(self: Router, requests: Any) -> Any:
         futures = submit_many(self, requests)
         for request, future in zip(requests, futures, strict=True):
             ids = request.token_ids
-            future.add_done_callback(lambda done, ids=ids: drawn.append((ids, done.result())))
+            future.add_done_callback(lambda done, ids=ids: sampled.append((ids, done.result())))
         return futures
 
     monkeypatch.setattr(Router, "submit_many", noted)
@@ -189,20 +189,20 @@ def test_a_turn_behind_a_tools_reply_begins_with_the_very_tokens_of_the_turns_be
         **{**SMALL, "steps": 1, "max_new_tokens": 40, "temperature": 0.5},
     )
     tokenizer = run.policy.tokenizer
-    turns = [tokenizer.decode_all(ids) for ids, _ in drawn]
+    turns = [tokenizer.decode_all(ids) for ids, _ in sampled]
     shown = turns[0].count("<|im_start|>tool")
     assert shown == 2, "the worked questions, with the calls that the template has no place for"
     assert turns[0].count("<tool_call>\n") == 2
-    first = [(ids, done.token_ids) for ids, done in drawn if turns_of(tokenizer, ids) == shown]
-    later = [ids for ids, _ in drawn if turns_of(tokenizer, ids) == shown + 1]
+    first = [(ids, done.token_ids) for ids, done in sampled if turns_of(tokenizer, ids) == shown]
+    later = [ids for ids, _ in sampled if turns_of(tokenizer, ids) == shown + 1]
     assert len(first) >= 8 and len(later) >= 2, "episodes have called the tool"
     for ids in later:
         before = [np.concatenate(turn) for turn in first]
         (begun, *_) = [b for b in before if np.array_equal(b, ids[: len(b)])]
-        said = tokenizer.decode_all(ids[len(begun) :])
-        asked = json.loads(tokenizer.decode_all(begun).rpartition("<tool_call>")[2].split("<")[0])
-        result = calculate(asked["arguments"]["expression"])
-        assert said == (f"\n<|im_start|>tool\n{result}<|im_end|>\n<|im_start|>assistant\n"), said
+        reply = tokenizer.decode_all(ids[len(begun) :])
+        call = json.loads(tokenizer.decode_all(begun).rpartition("<tool_call>")[2].split("<")[0])
+        result = calculate(call["arguments"]["expression"])
+        assert reply == (f"\n<|im_start|>tool\n{result}<|im_end|>\n<|im_start|>assistant\n"), reply
     (line,) = [line for line in run.metrics if "reward/mean" in line]
     assert line["reward/mean"] > 0 and line["mismatch/mean"] < 1e-4
 

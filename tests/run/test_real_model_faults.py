@@ -52,13 +52,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def started(folder: Path, name: str, *wishes: str) -> "subprocess.Popen[bytes]":
+def started(folder: Path, name: str, *overrides: str) -> "subprocess.Popen[bytes]":
     """Begin the recipe, tiny, in a separate process on one device."""
-    place = (f"run.dir={folder}", f"run.name={name}")
+    location = (f"run.dir={folder}", f"run.name={name}")
     command = [sys.executable, "-m", "jaxrl_async.train", str(CONFIGS / "smollm2.yaml")]
     with (folder / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
-            [*command, *TINY, *place, *wishes],
+            [*command, *TINY, *location, *overrides],
             stdout=log,
             stderr=log,
             cwd=CONFIGS.parent,
@@ -86,7 +86,7 @@ def killed(running: "subprocess.Popen[bytes]", metrics: Path) -> None:
     assert running.wait() == -signal.SIGKILL, "it had ended already"
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_continues_to_the_same_numbers(tmp_path: Path) -> None:
     whole = ended(started(tmp_path, "whole"), tmp_path, "whole")
     killed(started(tmp_path, "killed"), tmp_path / "killed/metrics.jsonl")
     before = read_lines(tmp_path / "killed/metrics.jsonl")
@@ -105,14 +105,14 @@ def test_a_run_that_was_killed_goes_on_to_the_same_numbers(tmp_path: Path) -> No
 
 
 def test_an_adapter_learns_on_the_files_own_blocks_of_4_bits(tmp_path: Path) -> None:
-    wishes = (
+    overrides = (
         "run.steps=2",
         "checkpoint.every=0",
         "model.lora={rank: 4, base: q4_1, group_size: 32}",
         "algorithm={group_size: 4, groups_per_step: 2}",
         "sampler.slots=8",
     )
-    lines = ended(started(tmp_path, "blocks", *wishes), tmp_path, "blocks")
+    lines = ended(started(tmp_path, "blocks", *overrides), tmp_path, "blocks")
     log = (tmp_path / "blocks.log").read_text()
     assert "blocks" in log, log
     updates = [line for line in lines if "train/loss" in line]

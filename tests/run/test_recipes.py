@@ -101,9 +101,9 @@ def test_a_run_with_all_companions_resumes_where_it_stopped(folder: Path) -> Non
         "critic.warmup_steps=1",
     ]
     parts = [*settings, "run.name=parts"]
-    wanted = run("ppo_critic", folder, *settings, "run.name=whole", "run.steps=4")
+    expected = run("ppo_critic", folder, *settings, "run.name=whole", "run.steps=4")
     run("ppo_critic", folder, *parts, "run.steps=2")
     again = ["run.overwrite=false", "run.resume=true", "run.steps=4"]
     found = run("ppo_critic", folder, *parts, *again)
     for key in ("train/loss", "critic/loss", "policy/kl_coefficient", "policy/teacher_gap"):
-        assert [x[key] for x in found if key in x] == [x[key] for x in wanted if key in x], key
+        assert [x[key] for x in found if key in x] == [x[key] for x in expected if key in x], key

@@ -117,7 +117,7 @@ def test_the_runs_samplers_find_their_programs_and_draw_the_same(kind, tmp_path,
 
 
 @pytest.mark.full
-def test_a_rehearsal_that_fails_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+def test_a_rehearsal_that_fails_is_logged_and_the_run_continues(tmp_path, monkeypatch, caplog):
     def broken(*args: object) -> None:
         raise MemoryError("no room")
 

@@ -74,10 +74,10 @@ def weights() -> tuple[Any, Any]:
     """(the sampler's, the trainer's): experts nearly equally likely, so that a small difference
     turns the choice while the chosen ones' weights stay near a half."""
     params = init_params(SPEC, jax.random.key(0))
-    alike = jax.numpy.broadcast_to(
+    equal_rows = jax.numpy.broadcast_to(
         params["layers"]["router"][..., :1], params["layers"]["router"].shape
     )
-    sampler = noisy({**params, "layers": {**params["layers"], "router": alike}}, 1)
+    sampler = noisy({**params, "layers": {**params["layers"], "router": equal_rows}}, 1)
     return sampler, noisy(sampler, 2)
 
 
@@ -92,9 +92,9 @@ class Twice:
         return Reply(token_ids=np.array([9, 8, 7], np.int32), done=self.turns == 2)
 
 
-def played(params: Any, **wishes: Any) -> Any:
+def played(params: Any, **overrides: Any) -> Any:
     """Three groups of four episodes of one or two turns, with masks and experts."""
-    section = SECTION.model_copy(update=wishes)
+    section = SECTION.model_copy(update=overrides)
     sampler = Sampler((SPEC, params), section=section, settings=SamplerSettings(keep_routing=True))
     limits = EpisodeLimits(
         sampling=CUT, stop_token_ids=tuple(range(8)), max_new_tokens=8, max_length=ROW,
@@ -104,8 +104,8 @@ def played(params: Any, **wishes: Any) -> Any:
     async def play(number: int) -> EpisodeGroup:
         ids = np.arange(10 + 9 * number, dtype=np.int32)
         prompt = Prompt(prompt_id=number, position=number, token_ids=ids, text="", reference="")
-        told = [(f"g{number}", prompt, [SavedEpisode()] * 4)]
-        (members,) = begin_groups(sampler, Twice, told, limits)
+        saved = [(f"g{number}", prompt, [SavedEpisode()] * 4)]
+        (members,) = begin_groups(sampler, Twice, saved, limits)
         episodes = await play_group(sampler, prompt, members, label=f"g{number}", limits=limits)
         scores = tuple(Score(reward=float(i)) for i in range(4))
         ticket = Ticket(group=number, version=0)
@@ -252,11 +252,11 @@ TINY = (
 )  # fmt: skip
 
 
-def run(folder: Path, *wishes: str) -> list[dict[str, Any]]:
+def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """Metrics of a run."""
     (folder / "reward.py").write_text(REWARD)
     own = [f"run.dir={folder}", f"reward.function={folder / 'reward.py'}:many_digits"]
-    config = load(ROOT / "configs" / "addition.yaml", [*TINY, *own, *wishes])
+    config = load(ROOT / "configs" / "addition.yaml", [*TINY, *own, *overrides])
     train(config)
     return read_lines(folder / config.run.name / "metrics.jsonl")
 
@@ -281,9 +281,9 @@ def test_an_asynchronous_run_replays_every_token(tmp_path: Path):
 
 @pytest.mark.exhaustive
 def test_a_run_that_is_resumed_replays_what_its_checkpoint_holds(tmp_path: Path):
-    wishes = ("algorithm={epochs: 2, kl_coefficient: 0.01}", "checkpoint.every=2")
-    first = run(tmp_path, *wishes, "run.steps=2")[1:]
-    lines = run(tmp_path, *wishes, "run.resume=true", "run.overwrite=false")[1:]
+    overrides = ("algorithm={epochs: 2, kl_coefficient: 0.01}", "checkpoint.every=2")
+    first = run(tmp_path, *overrides, "run.steps=2")[1:]
+    lines = run(tmp_path, *overrides, "run.resume=true", "run.overwrite=false")[1:]
     assert (len(first), len(lines)) == (2, 4)
     assert_replayed(first)
     assert_replayed(lines, one_version=False)

@@ -52,10 +52,10 @@ def test_a_run_writes_nothing_of_the_environment_down(tmp_path, monkeypatch, cap
         "metrics={peak_flops: 1.0e+9, samples_every: 1}",
     ]
     assert main([str(tmp_path / "c.yaml"), *settings]) == 0
-    told = "".join(capfd.readouterr())
+    output = "".join(capfd.readouterr())
     files = [f for f in (tmp_path / "runs" / "run").rglob("*") if f.is_file()]
     names = {f.name for f in files}
     assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "report.html"} <= names
     for value in SECRETS.values():
-        assert value not in told
+        assert value not in output
         assert [str(f) for f in files if value.encode() in f.read_bytes()] == []

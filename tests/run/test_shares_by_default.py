@@ -52,7 +52,7 @@ def test_a_setting_that_is_written_down_stays():
     assert chosen({"trainer": {"share_prefixes": True}}, devices=2) is True
 
 
-def test_a_teacher_whose_layers_keep_states_is_asked_with_contexts_apart(monkeypatch):
+def test_a_teacher_whose_layers_keep_states_gets_separate_contexts(monkeypatch):
     from jaxrl_async.run.builders import learning
 
     delta = ModelSpec.from_architecture(SIZES.model_copy(update={"family": "qwen3_next"}), 24)

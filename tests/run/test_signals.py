@@ -52,18 +52,18 @@ def test_code_can_ask_too_and_the_first_reason_is_kept():
     assert stop.is_set() and stop.reason == "enough"
 
 
-def test_off_the_main_thread_it_says_that_no_signal_is_heard_and_can_still_be_asked(caplog):
-    before, asked = signal.getsignal(signal.SIGINT), []
+def test_off_the_main_thread_it_says_that_it_gets_no_signal_and_can_still_be_requested(caplog):
+    before, requested = signal.getsignal(signal.SIGINT), []
 
     def work():
         with Stop() as stop:
             stop.request("enough")
-            asked.append(stop.is_set())
+            requested.append(stop.is_set())
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert asked == [True] and signal.getsignal(signal.SIGINT) == before
+    assert requested == [True] and signal.getsignal(signal.SIGINT) == before
     assert "Ctrl-C, SIGTERM and SIGHUP do not stop the run" in caplog.text
 
 
@@ -89,7 +89,7 @@ def test_a_second_interrupt_in_a_notebook_ends_the_cell_and_not_the_kernel():
     assert (done.returncode, done.stdout) == (0, "the cell ends, the kernel lives\n"), done.stderr
 
 
-def test_a_process_told_twice_exits_with_130_even_while_busy():
+def test_a_process_signalled_twice_exits_with_130_even_while_busy():
     code = (
         "import os, signal, sys\n"
         "from jaxrl_async.run.signals import Stop\n"

@@ -37,7 +37,7 @@ def game(folder: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize("age", [0, 2])
-def test_an_evaluation_beside_the_updates_measures_the_version_that_it_is_told_for(
+def test_an_evaluation_alongside_the_updates_measures_the_version_that_it_is_for(
     tmp_path: Path, age: int
 ) -> None:
     alone = ("sampler.slots=1", "sampler.reserve=0")  # equal to the last bit
@@ -45,14 +45,14 @@ def test_an_evaluation_beside_the_updates_measures_the_version_that_it_is_told_f
     train(beside)
     assert not audit_run(tmp_path / beside.run.name).problems
     lines = metrics_of(beside)
-    told = {x["step"]: x["eval/reward"] for x in lines if "eval/reward" in x}
-    assert sorted(told) == [0, 2, 4]
+    rewards = {x["step"]: x["eval/reward"] for x in lines if "eval/reward" in x}
+    assert sorted(rewards) == [0, 2, 4]
     assert all("time/wait_eval_s" in x for x in lines[1:])
     if age:  # what is drawn depends on time
         return
     waits = game(tmp_path, *alone, "staleness.max_staleness=0", "run.name=waits")
     train(waits)
-    assert told == {x["step"]: x["eval/reward"] for x in metrics_of(waits) if "eval/reward" in x}
+    assert rewards == {x["step"]: x["eval/reward"] for x in metrics_of(waits) if "eval/reward" in x}
     weights = weights_of(waits)
     for name, values in weights_of(beside).items():
         np.testing.assert_allclose(values, weights[name], atol=1e-6, err_msg=name)
@@ -89,11 +89,11 @@ def test_a_game_is_the_same_twice_and_resumed_in_the_middle(tmp_path: Path) -> N
     several = [s for s in shown if s["turns"] > 1]
     assert several and all("<eos><user>" in s["completion"] for s in several)
     for tokens in (s["tokens"] for s in shown):
-        drawn = [v is not None for v in tokens["version"]]
+        sampled = [v is not None for v in tokens["version"]]
         for name in ("advantage", "difference"):  # over turns, in the episode's own order
-            assert [v is not None for v in tokens[name]] == drawn
-        known = zip(tokens["difference"], drawn, strict=True)
-        assert max(abs(v) for v, is_drawn in known if is_drawn) < 1e-4, "of the same weights"
+            assert [v is not None for v in tokens[name]] == sampled
+        known = zip(tokens["difference"], sampled, strict=True)
+        assert max(abs(v) for v, is_sampled in known if is_sampled) < 1e-4, "of the same weights"
     assert any(v for s in shown for v in s["tokens"]["advantage"])
     steps = [line for line in metrics_of(whole) if "train/loss" in line]
     assert all(line["rollout/turns_mean"] > 1 for line in steps)
@@ -228,7 +228,7 @@ LEARNT = {  # steps that are enough, and by how much the held-out reward rises a
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LEARNT)
-def test_a_task_is_learnt_and_its_control_is_not(name: str, tmp_path: Path) -> None:
+def test_a_task_is_learned_and_its_control_is_not(name: str, tmp_path: Path) -> None:
     steps, rise = LEARNT[name]
     if name == "chain_sum":
         pytest.importorskip("reasoning_gym")
@@ -239,12 +239,12 @@ def test_a_task_is_learnt_and_its_control_is_not(name: str, tmp_path: Path) -> N
         for line in run_job(name, tmp_path, *settings, *control)
         if "eval/reward" in line
     ]
-    learnt = (  # goes on from the control's weights, which the warm start made
+    overrides = (  # goes on from the control's weights, which the warm start made
         f"model.path={tmp_path / 'control' / 'policy'}",
         "warm_start.steps=0",
         f"run.steps={steps}",
     )
-    lines = run_job(name, tmp_path, *settings, *learnt)
+    lines = run_job(name, tmp_path, *settings, *overrides)
     after = [line["eval/reward"] for line in lines if "eval/reward" in line]
     assert abs(before[-1] - before[0]) < rise / 2
     assert after[0] == pytest.approx(before[-1], abs=rise / 2)

@@ -137,20 +137,20 @@ def test_dropping_a_curriculum_and_an_adapted_limit_run_together(paced: Path) ->
     assert len(trained) == 5 * 4 == len({line["prompt"] for line in trained})
     stale = [line for line in lines if line["fate"] == "dropped"]
     assert all(line["reason"] == "stale" and line["version"] > line["oldest"] for line in stale)
-    told = sum(line.get("staleness/dropped_stale", 0) for line in steps)
-    assert told == len(stale)
+    reported = sum(line.get("staleness/dropped_stale", 0) for line in steps)
+    assert reported == len(stale)
 
 
 @pytest.mark.exhaustive
 def test_at_max_staleness_0_a_curriculum_resumes_bit_for_bit(paced: Path) -> None:
-    wishes = (
+    overrides = (
         "staleness.max_staleness=0",
         "data={curriculum: hard_first, curriculum_pool: 8, curriculum_threshold: 0.2}",
     )
-    run(paced, *wishes, "run.steps=2", "run.name=parts")
+    run(paced, *overrides, "run.steps=2", "run.name=parts")
     again = ("run.resume=true", "run.overwrite=false")
-    parts = run(paced, *wishes, "run.name=parts", *again)
-    assert_same_run(run(paced, *wishes, "run.name=whole"), parts)
+    parts = run(paced, *overrides, "run.name=parts", *again)
+    assert_same_run(run(paced, *overrides, "run.name=whole"), parts)
     assert all("data/difficulty_mean" in line for line in parts[0][1:])
 
 
@@ -189,7 +189,7 @@ def test_a_recorded_run_is_replayed_bit_for_bit_each_time(kind: str, tmp_path: P
     assert any(line.get("staleness/max", 0) > 0 for line in first[0])
 
 
-def test_the_ledger_tells_one_fate_for_each_group(tmp_path: Path) -> None:
+def test_the_ledger_has_one_outcome_for_each_group(tmp_path: Path) -> None:
     run(tmp_path, "staleness.max_staleness=1")
     lines = [json.loads(s) for s in (tmp_path / "addition/ledger.jsonl").read_text().splitlines()]
     admitted = [line["group"] for line in lines if line["fate"] == "admitted"]
@@ -280,11 +280,11 @@ def test_ctrl_c_once_finishes_the_step_saves_and_exits_0(tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive
-def test_sigterm_saves_what_is_being_drawn_and_the_resumed_run_goes_on_with_it(
+def test_sigterm_saves_what_is_being_sampled_and_the_resumed_run_continues_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One process, so that nothing is compiled twice: the signal comes while step 3 is drawn."""
-    wishes = ["staleness.max_staleness=2", "sampler.block=2", "checkpoint.every=0", "eval.every=9"]
+    changes = ["staleness.max_staleness=2", "sampler.block=2", "checkpoint.every=0", "eval.every=9"]
     metrics = tmp_path / "addition" / "metrics.jsonl"
 
     def end() -> None:
@@ -295,14 +295,14 @@ def test_sigterm_saves_what_is_being_drawn_and_the_resumed_run_goes_on_with_it(
     ending = threading.Thread(target=end, daemon=True)
     ending.start()
     with pytest.raises(Preempted, match="was saved"):
-        run(tmp_path, *wishes, "run.steps=1000", "run.overwrite=false")
+        run(tmp_path, *changes, "run.steps=1000", "run.overwrite=false")
     ending.join()
     assert not (tmp_path / "addition" / "policy").exists()
     stopped = read_lines(metrics)[-1]["step"]
     before = audit_run(tmp_path / "addition")
     assert before.problems == () and before.active > 0
     resumed = ["run.resume=true", "run.overwrite=false", f"run.steps={stopped + 3}"]
-    lines, _ = run(tmp_path, *wishes, *resumed, "mesh.samplers=2")
+    lines, _ = run(tmp_path, *changes, *resumed, "mesh.samplers=2")
     assert [x["step"] for x in lines] == list(range(stopped + 4))
     after = audit_run(tmp_path / "addition")
     assert after.problems == () and after.resumed == 1 and after.steps == stopped + 3
@@ -318,10 +318,10 @@ def test_sigterm_saves_what_is_being_drawn_and_the_resumed_run_goes_on_with_it(
 @pytest.mark.exhaustive
 def test_a_sampler_with_weights_of_eight_bits_and_what_the_rounding_does(tmp_path: Path) -> None:
     """Checksums and the probe hold with them, too; the mismatch is measured, and small."""
-    wishes = ("run.steps=3", "staleness.max_staleness=0", "eval.every=0", "checkpoint.every=0")
+    overrides = ("run.steps=3", "staleness.max_staleness=0", "eval.every=0", "checkpoint.every=0")
     eight = ("weights={dtype: int8, checksum: true}",)
     found = {
-        name: [line["mismatch/mean"] for line in run(tmp_path, *wishes, *more)[0][1:]]
+        name: [line["mismatch/mean"] for line in run(tmp_path, *overrides, *more)[0][1:]]
         for name, more in {"int8": eight, "wide": ()}.items()
     }
     assert len(found["int8"]) == 3 and max(found["wide"]) < 1e-5
@@ -337,7 +337,7 @@ async def digits(completions, group):
 """
 
 
-def test_several_rewards_of_a_run_are_told_apart(tmp_path: Path) -> None:
+def test_several_rewards_of_a_run_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "groups.py").write_text(GROUP_REWARD)
     listed = f"reward.function=[exact, {{{tmp_path}/groups.py:digits: {{weight: 0.5}}}}]"
     lines, _ = run(tmp_path, listed, "algorithm.advantage=discounted", "run.steps=2")

@@ -25,10 +25,10 @@ def right(prompt, completion, reference):
 """
 
 
-def square(colour: tuple[int, int, int], place: int, shade: int) -> Image.Image:
+def square(colour: tuple[int, int, int], position: int, shade: int) -> Image.Image:
     """Return a grey picture with one coloured square in one of its quarters."""
     pixels = np.full((16, 16, 3), 128, np.uint8)
-    row, column = divmod(place, 2)
+    row, column = divmod(position, 2)
     pixels[8 * row : 8 * row + 8, 8 * column : 8 * column + 8] = np.abs(np.array(colour) - shade)
     return Image.fromarray(pixels)
 
@@ -39,7 +39,7 @@ def data_url(image: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
-def asked(image: str) -> list[dict]:
+def messages_with(image: str) -> list[dict]:
     parts = [
         {"type": "image_url", "image_url": {"url": image}},
         {"type": "text", "text": "what colour"},
@@ -50,10 +50,10 @@ def asked(image: str) -> list[dict]:
 def coloured_squares(folder: Path) -> Path:
     """Write the task's records: each colour in each place; the last 12 in a shade of their own."""
     lines = [
-        {"messages": asked(data_url(square(rgb, place, shade))), "answer": colour}
+        {"messages": messages_with(data_url(square(rgb, position, shade))), "answer": colour}
         for shade in (0, 12, 6)
         for colour, rgb in COLOURS.items()
-        for place in range(4)
+        for position in range(4)
     ]
     file = folder / "squares.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -91,7 +91,7 @@ def overrides(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_a_policy_learns_what_only_the_picture_tells(tmp_path: Path) -> None:
+def test_a_policy_learns_what_only_the_picture_shows(tmp_path: Path) -> None:
     """Without the picture a third of the answers would be right: 0.53 with what a colour earns."""
     config = config_of("grpo", tmp_path, *overrides(tmp_path, "run.steps=80", "eval.every=20"))
     train(config)
@@ -105,7 +105,7 @@ def test_a_policy_learns_what_only_the_picture_tells(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_run_with_images_goes_on_with_the_same_pictures(tmp_path: Path) -> None:
+def test_a_run_with_images_continues_with_the_same_pictures(tmp_path: Path) -> None:
     more = overrides(tmp_path, "eval.every=0", "checkpoint.every=2", "trainer.warmup_steps=1")
     whole = config_of("grpo", tmp_path, *more, "run.name=whole", "run.steps=4")
     half = config_of("grpo", tmp_path, *more, "run.name=half", "run.steps=2")
@@ -136,7 +136,7 @@ def test_a_run_does_not_go_on_with_other_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_worked_answers_with_pictures_are_learnt(tmp_path: Path) -> None:
+def test_worked_answers_with_pictures_are_trained(tmp_path: Path) -> None:
     settings = overrides(tmp_path)[:8]
     more = ["trainer.row_length=128", "trainer.micro_batch_tokens=1024", "eval.every=50"]
     more += ["metrics.tensorboard=false", "run.steps=100", "sft.batch_size=24"]
@@ -180,7 +180,7 @@ def test_images_are_refused_by_name_where_they_cannot_be_read(tmp_path: Path, ca
     file = tmp_path / "squares.jsonl"
     good = file.read_text().splitlines()
     bad = [
-        json.dumps({"messages": asked(url), "answer": "r"})
+        json.dumps({"messages": messages_with(url), "answer": "r"})
         for url in ("data:image/png;base64,AAAA", "nowhere.png", "https://a.b/c.png")
     ]
     file.write_text("\n".join([*bad, *good]) + "\n")

@@ -102,9 +102,9 @@ def test_a_warm_start_stopped_at_any_update_and_resumed_equals_one_that_was_not(
     with monkeypatch.context() as patched:
         after_update(5, patched, signal.SIGINT)
         train(config_of(runs, *again))
-    told = capfd.readouterr()
-    assert "stopping after this update of the warm start and saving" in told.err
-    assert "SIGINT after update 5 of 6 of the warm start: everything is saved" in told.out
+    output = capfd.readouterr()
+    assert "stopping after this update of the warm start and saving" in output.err
+    assert "SIGINT after update 5 of 6 of the warm start: everything is saved" in output.out
     assert not (root / "policy").exists() and "Warm start" in (root / "report.html").read_text()
     train(config_of(runs, *again))
     assert_same(results(runs / "runs" / f"{job}_whole"), results(root))
@@ -118,7 +118,7 @@ def test_a_warm_start_stopped_at_any_update_and_resumed_equals_one_that_was_not(
 
 
 @pytest.mark.exhaustive
-def test_a_killed_warm_start_goes_on_from_its_newest_checkpoint(
+def test_a_killed_warm_start_continues_from_its_newest_checkpoint(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Update 5 of 6 dies; update 4 was saved."""
@@ -198,10 +198,10 @@ def test_a_real_signal_in_the_warm_start_ends_it_at_once_with_the_codes_of_train
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     process.send_signal(number)
-    asked = time.monotonic()
+    requests = time.monotonic()
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert time.monotonic() - asked < 20
+    assert time.monotonic() - requests < 20
     made = read_lines(metrics)[-1]["step"]
     saved = [p.name for p in (metrics.parent / "checkpoints").iterdir()]
     assert saved == [str(made)] and f"update {made} of 1000000" in out + err
@@ -228,11 +228,11 @@ REFUSED = {
 def test_an_error_at_the_start_is_one_message_and_leaves_nothing_behind(
     tmp_path: Path, what: str
 ) -> None:
-    setting, told = REFUSED[what]
+    setting, output = REFUSED[what]
     process = start(tmp_path, setting)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert err.count("\n") == 1 and err.startswith("config error: ") and told in err
+    assert err.count("\n") == 1 and err.startswith("config error: ") and output in err
     assert [p.name for p in tmp_path.iterdir()] == ["empty.yaml"]
     (tmp_path / "runs" / "run").mkdir(parents=True)
     (tmp_path / "runs" / "run" / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n")
