@@ -98,7 +98,7 @@ def turn_of(format_, tokenizer, text, *, ends=True):
 
 
 LOST = {"chatml": {"tool_calls", "reasoning_content"}, "llama3": {"reasoning_content"}}
-"""What a template has no place for: it stands in the text here, and nowhere in transformers."""
+"""What a template has no field for: it stands in the text here, and nowhere in transformers."""
 
 
 # --- openings ------------------------------------------------------------------------------------

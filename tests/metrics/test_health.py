@@ -1,4 +1,4 @@
-"""What a cluster is told of a process: /healthz."""
+"""What a process reports to a cluster: /healthz."""
 
 import socket
 import urllib.error

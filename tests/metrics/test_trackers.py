@@ -244,7 +244,7 @@ def test_mlflow_has_the_run(tmp_path, monkeypatch, served):
 
 
 def look_into_mlflow(tmp_path: Path, uri: str) -> None:
-    """Train a run that MLflow is told of, and ask it."""
+    """Train a run that MLflow tracks, and query MLflow."""
     from mlflow import MlflowClient
 
     words = ("metrics.mlflow.experiment=e", f"metrics.mlflow.tracking_uri={uri}")

@@ -1,4 +1,4 @@
-"""Bad input through the command: told in words and with advice, before anything is trained."""
+"""Bad input through the command: reported in words and with advice, before anything is trained."""
 
 import json
 import os

@@ -70,13 +70,13 @@ def test_a_base_that_differs_in_a_single_byte_is_another(tmp_path: Path) -> None
     keep_seal(config(tmp_path, f"model.path={path}").model, own)
     file, again = path / "model.safetensors", config(tmp_path, f"model.path={path}", resume=True)
     content, before = bytearray(file.read_bytes()), file.stat()
-    for place in (len(content) - 1, len(content) // 3):
-        content[place] ^= 1
+    for index in (len(content) - 1, len(content) // 3):
+        content[index] ^= 1
         file.write_bytes(content)
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
         with pytest.raises(ConfigError, match="its weights are not the weights"):
             check_seal(again.model, own)
-        content[place] ^= 1
+        content[index] ^= 1
     file.write_bytes(content)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 2 * 10**9))
     check_seal(again.model, own)

@@ -162,7 +162,7 @@ def test_an_update_that_raises_is_not_counted_and_a_resumed_run_makes_its_step(t
 
 
 def run_together(folder, plan, was, version, how):
-    """Two processes play the plan's rounds, and are then told to stop while one of them has its
+    """Two processes play the plan's rounds, and are then stopped while one of them has its
     groups and the other has not; the state that is saved, and its version. plan: of each round,
     the groups that fail, by process."""
     table, barrier = [b"", b""], threading.Barrier(2)

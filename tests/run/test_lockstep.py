@@ -434,7 +434,7 @@ def test_no_program_runs_beside_the_messages_of_a_save_of_several_processes():
 
 
 class Meetings:
-    """jax.distributed's client, which notes the barriers; None: nobody comes."""
+    """jax.distributed's client, which notes the barriers; None: no process comes."""
 
     def __init__(self, barriers: list | None) -> None:
         self.barriers = barriers

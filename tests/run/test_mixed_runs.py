@@ -204,7 +204,7 @@ def test_each_task_is_sampled_and_trained_at_its_own_temperature(
         )
     )
     steps = [line for line in lines if "train/loss" in line]
-    assert max(line["mismatch/max"] for line in steps) < 1e-4, "as the sampler drew them"
+    assert max(line["mismatch/max"] for line in steps) < 1e-4, "as the sampler sampled them"
     assert all(line["task/game/length_mean"] <= 2 * 2 for line in steps)
     assert all(0 < line["rollout/kept_mean"] <= 6 for line in steps), "masks of one task"
 

@@ -131,7 +131,7 @@ def plain(config: Config, threaded) -> tuple[list[dict], dict]:
             rewards = rewards_of(answers, tokenizer)
             data = PolicyData(packed(answers, rewards, version), version=version)
             state, stats = step.update(state, data, at=version)
-            del stats["train/flops"]  # the run tells a share of the peak instead
+            del stats["train/flops"]  # the run reports a share of the peak instead
             lines.append({"reward/mean": rewards.mean(), "reward/std": rewards.std(), **stats})
         sampler.close()
     return lines, jax.tree.map(np.asarray, state.params)

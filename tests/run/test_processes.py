@@ -67,7 +67,7 @@ def test_a_run_in_two_processes_stopped_and_resumed_equals_one_in_one_process(ru
         one, two = (read_answers_of(runs / name / file) for name in ("one", "two"))
         assert [(a.index, a.sample) for a in two] == [divmod(i, 3) for i in range(18)]
         assert [a.completion for a in two] == [a.completion for a in one]
-    assert "step 6/6" in first and "step" not in second, "process 0 alone tells of the run"
+    assert "step 6/6" in first and "step" not in second, "only process 0 reports the run"
     assert "report.html" in first and "report.html" not in second
 
 

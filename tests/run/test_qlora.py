@@ -56,8 +56,8 @@ def adapter_of(config: Any) -> dict[str, np.ndarray]:
 
 
 def trained_lines(config: Any, steps: int) -> list[dict[str, Any]]:
-    """Return a run's lines. The probe of each push and the drawn tokens show no more mismatch than
-    float32 has, and each matrix's adapter has learnt."""
+    """Return a run's lines. The probe of each push and the sampled tokens show no more mismatch
+    than float32 has, and each matrix's adapter was trained."""
     lines = [line for line in metrics_of(config) if "train/loss" in line]
     assert len(lines) == steps and all(np.isfinite(line["train/loss"]) for line in lines)
     probes = [line["weights/probe_error"] for line in lines if "weights/probe_error" in line]

@@ -77,7 +77,7 @@ def ended(running: "subprocess.Popen[bytes]", folder: Path, name: str) -> list[d
 
 
 def killed(running: "subprocess.Popen[bytes]", metrics: Path) -> None:
-    """Kill a run once it has told of an update that is not its last."""
+    """Kill a run once it has reported an update that is not its last."""
     try:
         while running.poll() is None and not [x for x in read_lines(metrics) if x["step"]]:
             time.sleep(0.02)

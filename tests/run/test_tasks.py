@@ -1,4 +1,4 @@
-"""Whole runs on tasks of several turns: learnt against their control, repeated and resumed."""
+"""Whole runs on tasks of several turns: learned against their control, repeated and resumed."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_an_evaluation_alongside_the_updates_measures_the_version_that_it_is_for
     rewards = {x["step"]: x["eval/reward"] for x in lines if "eval/reward" in x}
     assert sorted(rewards) == [0, 2, 4]
     assert all("time/wait_eval_s" in x for x in lines[1:])
-    if age:  # what is drawn depends on time
+    if age:  # what is sampled depends on time
         return
     waits = game(tmp_path, *alone, "staleness.max_staleness=0", "run.name=waits")
     train(waits)
@@ -62,7 +62,7 @@ SAME = ("reward/mean", "rollout/length_mean", "rollout/turns_mean", "eval/reward
 
 
 def assert_same(first: Config, second: Config) -> None:
-    """Both runs drew the same tokens and learnt the same from them. Log-probs may differ in their
+    """Both runs sampled the same tokens and trained the same on them. Log-probs may differ in their
     last bits: with whom a turn is prefilled together depends on when environments answer."""
     lines = [[{k: x[k] for k in SAME if k in x} for x in metrics_of(c)] for c in (first, second)]
     assert lines[0] == lines[1]
@@ -239,7 +239,7 @@ def test_a_task_is_learned_and_its_control_is_not(name: str, tmp_path: Path) -> 
         for line in run_job(name, tmp_path, *settings, *control)
         if "eval/reward" in line
     ]
-    overrides = (  # goes on from the control's weights, which the warm start made
+    overrides = (  # continues from the control's weights, which the warm start made
         f"model.path={tmp_path / 'control' / 'policy'}",
         "warm_start.steps=0",
         f"run.steps={steps}",

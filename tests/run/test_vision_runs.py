@@ -120,7 +120,7 @@ def test_a_run_with_images_continues_with_the_same_pictures(tmp_path: Path) -> N
 
 @pytest.mark.exhaustive
 def test_a_run_does_not_go_on_with_other_pictures(tmp_path: Path) -> None:
-    """What is being drawn names them by their place among the records'."""
+    """What is being sampled names them by their index among the records'."""
     more = ["eval.every=0", "staleness.max_staleness=1", "trainer.warmup_steps=1"]
     more = overrides(tmp_path, *more, "run.overwrite=false")
     train(config_of("grpo", tmp_path, *more, "run.steps=1"))

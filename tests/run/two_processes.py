@@ -47,7 +47,7 @@ REWARD = """
 import time
 
 def many_digits(prompt, completion, reference):
-    time.sleep(0.05)  # a step takes long enough to be told to stop after it
+    time.sleep(0.05)  # a step takes long enough to be stopped after it
     return sum(c.isdigit() for c in completion) / 8
 """
 

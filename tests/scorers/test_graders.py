@@ -328,7 +328,7 @@ def test_the_process_ends_with_the_run():
     deadline = time.monotonic() + 10
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         with open(f"/proc/{pid}/stat") as stat:
-            if stat.read().split()[2] == "Z":  # nobody collects it here
+            if stat.read().split()[2] == "Z":  # no process collects it here
                 break
         time.sleep(0.05)
     assert time.monotonic() < deadline

@@ -35,7 +35,7 @@ class Script:
 
 
 def guarded(scorer, **how):
-    """The result or error of one call, the faults told, and the waits."""
+    """The result or error of one call, the faults counted, and the waits."""
     faults, waits = FaultCounts(), []
 
     async def sleep(seconds):

@@ -390,17 +390,17 @@ def test_messages_are_the_whole_conversation_with_calls_and_results():
 
 
 def test_messages_of_an_environments_own_opening_of_a_plain_prompt_and_of_a_cut_answer():
-    talks = []
+    conversations = []
 
     def seen(messages):
-        talks.append([(m["role"], m.get("content")) for m in messages])
+        conversations.append([(m["role"], m.get("content")) for m in messages])
         return 1
 
     opened = ({"role": "user", "content": "Guess."},)
     cut = answer("fiv", StopReason.LENGTH, opened=opened, messages=({"role": "assistant"},))
     rewards(seen, record("q?"), "a")
     rewards(seen, record("q?"), cut)
-    assert talks == [
+    assert conversations == [
         [("user", "q?"), ("assistant", "a")],
         [("user", "Guess."), ("assistant", "fiv")],
     ]

@@ -35,7 +35,7 @@ AT = "/bucket/runs/a"
 
 
 @pytest.fixture
-def place(monkeypatch):
+def bucket(monkeypatch):
     system = fsspec.filesystem("memory")
     made = BucketStorage(PurePosixPath(AT), system, AT)
     monkeypatch.setattr(bucket_start, "open_bucket", lambda address, name: made)
@@ -44,119 +44,121 @@ def place(monkeypatch):
         system.rm("/bucket", recursive=True)
 
 
-def write(place: BucketStorage, step: int, run: Paths | None = None, *, whole: bool = True) -> None:
+def write(
+    bucket: BucketStorage, step: int, run: Paths | None = None, *, whole: bool = True
+) -> None:
     """Write what looks like a checkpoint."""
-    place.make_room(step)
+    bucket.make_room(step)
     for name in ("state/d/1", "state/ocdbt.process_0/d/1", "loop/d/1"):
-        place.system.pipe_file(f"{AT}/{step}/{name}", f"{name} of {step}".encode() * 9)
+        bucket.system.pipe_file(f"{AT}/{step}/{name}", f"{name} of {step}".encode() * 9)
     if whole:
-        place.complete(step, run)
+        bucket.complete(step, run)
 
 
-def names(place: BucketStorage, step: int) -> set[str]:
-    return {p.removeprefix(f"{AT}/{step}/") for p in place.system.find(f"{AT}/{step}")}
+def names(bucket: BucketStorage, step: int) -> set[str]:
+    return {p.removeprefix(f"{AT}/{step}/") for p in bucket.system.find(f"{AT}/{step}")}
 
 
-def test_only_what_has_checksums_is_a_checkpoint_and_the_rest_is_removed(place, caplog):
-    write(place, 1)
-    write(place, 2, whole=False)
-    assert place.steps() == [1]
-    place.sweep()
-    assert names(place, 2) == set() and "2 is an unfinished save: it is removed" in caplog.text
-    write(place, 3, whole=False)
-    write(place, 4)
-    assert names(place, 3) == set() and place.steps() == [1, 4]
+def test_only_what_has_checksums_is_a_checkpoint_and_the_rest_is_removed(bucket, caplog):
+    write(bucket, 1)
+    write(bucket, 2, whole=False)
+    assert bucket.steps() == [1]
+    bucket.sweep()
+    assert names(bucket, 2) == set() and "2 is an unfinished save: it is removed" in caplog.text
+    write(bucket, 3, whole=False)
+    write(bucket, 4)
+    assert names(bucket, 3) == set() and bucket.steps() == [1, 4]
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone", "added", "no sums", "other sums"])
-def test_what_is_not_what_was_written_is_reported_and_is_damage(place, harm):
-    write(place, 1)
-    place.check(1)
+def test_what_is_not_what_was_written_is_reported_and_is_damage(bucket, harm):
+    write(bucket, 1)
+    bucket.check(1)
     file, sums = f"{AT}/1/state/d/1", f"{AT}/1/{CHECKSUMS}"
     if harm == "cut":
-        place.system.pipe_file(file, place.system.cat_file(file)[:10])
+        bucket.system.pipe_file(file, bucket.system.cat_file(file)[:10])
     elif harm == "gone":
-        place.system.rm_file(file)
+        bucket.system.rm_file(file)
     elif harm == "added":
-        place.system.pipe_file(file + "2", b"x")
+        bucket.system.pipe_file(file + "2", b"x")
     elif harm == "no sums":
-        place.system.rm_file(sums)
+        bucket.system.rm_file(sums)
     else:
-        place.system.pipe_file(sums, b"[")
+        bucket.system.pipe_file(sums, b"[")
     with pytest.raises(OSError, match=r"missing|not what was written|no checksums") as caught:
-        place.check(1)
+        bucket.check(1)
     assert not is_passing(caught.value)
 
 
-def test_the_sums_of_the_bucket_are_compared_where_sizes_are_the_same(place, monkeypatch):
+def test_the_sums_of_the_bucket_are_compared_where_sizes_are_the_same(bucket, monkeypatch):
     real = BucketStorage._find
     sums = {"crc32c": "AAAAAA==", "md5Hash": None}
     monkeypatch.setattr(
         BucketStorage, "_find", lambda *a: {k: {**v, **sums} for k, v in real(*a).items()}
     )
-    write(place, 1)
-    place.check(1)
+    write(bucket, 1)
+    bucket.check(1)
     sums["md5Hash"] = "told of one that was composed before"
-    place.check(1)
+    bucket.check(1)
     sums["crc32c"] = "BBBBBB=="
     with pytest.raises(OSError, match="sums differ"):
-        place.check(1)
+        bucket.check(1)
 
 
 def away_now(*_: object, **__: object) -> None:
     raise RuntimeError("503 from the bucket")
 
 
-def test_a_bucket_that_is_unreachable_is_no_damage(place, monkeypatch):
-    write(place, 1)
+def test_a_bucket_that_is_unreachable_is_no_damage(bucket, monkeypatch):
+    write(bucket, 1)
 
-    monkeypatch.setattr(place.system, "find", away_now)
-    for act in (place.steps, lambda: place.check(1), place.sweep, lambda: place.make_room(2)):
+    monkeypatch.setattr(bucket.system, "find", away_now)
+    for act in (bucket.steps, lambda: bucket.check(1), bucket.sweep, lambda: bucket.make_room(2)):
         with pytest.raises(OSError, match="503 from the bucket") as caught:
             act()
         assert is_passing(caught.value)
     monkeypatch.undo()
 
 
-def test_a_save_whose_records_do_not_arrive_is_no_checkpoint(place, tmp_path, monkeypatch):
+def test_a_save_whose_records_do_not_arrive_is_no_checkpoint(bucket, tmp_path, monkeypatch):
     run = made_run(tmp_path / "a", 1)
-    write(place, 1, whole=False)
-    real = place.system.open
+    write(bucket, 1, whole=False)
+    real = bucket.system.open
 
     def opened(path: str, *args: object, **more: object) -> object:
         return away_now() if "/records/" in path else real(path, *args, **more)
 
     with monkeypatch.context() as away, pytest.raises(OSError, match="503"):
-        away.setattr(place.system, "open", opened)
-        place.complete(1, run)
-    assert place.steps() == [] and "state/d/1" in names(place, 1)
+        away.setattr(bucket.system, "open", opened)
+        bucket.complete(1, run)
+    assert bucket.steps() == [] and "state/d/1" in names(bucket, 1)
 
 
-def test_older_ones_go_and_the_mark_goes_first(place, monkeypatch):
+def test_older_ones_go_and_the_mark_goes_first(bucket, monkeypatch):
     for step in (1, 2, 3, 4):
-        write(place, step)
-    gone: list[str] = []
-    real = place.system.rm_file
+        write(bucket, step)
+    removed: list[str] = []
+    real = bucket.system.rm_file
     monkeypatch.setattr(
-        type(place.system), "rm_file", lambda self, path: (gone.append(path), real(path))
+        type(bucket.system), "rm_file", lambda self, path: (removed.append(path), real(path))
     )
-    place.forget_old(3, 2)
-    assert place.steps() == [2, 3, 4] and gone[0] == f"{AT}/1/{CHECKSUMS}"
-    assert names(place, 1) == set()
+    bucket.forget_old(3, 2)
+    assert bucket.steps() == [2, 3, 4] and removed[0] == f"{AT}/1/{CHECKSUMS}"
+    assert names(bucket, 1) == set()
     with pytest.raises(GivenUpReading):
-        place.check(4, lambda: True)
+        bucket.check(4, lambda: True)
 
 
-def test_one_damaged_checkpoint_is_kept_and_no_sweep_removes_it(place):
+def test_one_damaged_checkpoint_is_kept_and_no_sweep_removes_it(bucket):
     for step in (1, 2, 3):
-        write(place, step)
-    assert place.set_aside(3) == f"3/{ASIDE}"
-    place.set_aside(2)
-    assert place.forget_aside(f"3/{ASIDE}") == ["2"]
-    place.sweep()
-    assert place.steps() == [1] and "state/d/1" in names(place, 3)
-    write(place, 3)
-    assert place.steps() == [1, 3] and ASIDE not in names(place, 3)
+        write(bucket, step)
+    assert bucket.set_aside(3) == f"3/{ASIDE}"
+    bucket.set_aside(2)
+    assert bucket.forget_aside(f"3/{ASIDE}") == ["2"]
+    bucket.sweep()
+    assert bucket.steps() == [1] and "state/d/1" in names(bucket, 3)
+    write(bucket, 3)
+    assert bucket.steps() == [1, 3] and ASIDE not in names(bucket, 3)
 
 
 SECTION = CheckpointSection(dir="gs://bucket/runs")
@@ -192,14 +194,14 @@ def steps_in(folder: Path) -> list[int]:
     return [json.loads(x)["step"] for x in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_an_empty_machine_gets_the_records_of_the_newest_whole_one(place, tmp_path):
+def test_an_empty_machine_gets_the_records_of_the_newest_whole_one(bucket, tmp_path):
     there = made_run(tmp_path / "there/a", 1, 2)
     (there.root / TRACKERS_FILE).write_text('{"wandb": {"id": "x"}}')
     (there.root / "ledger.jsonl").touch()
-    write(place, 2, there)
+    write(bucket, 2, there)
     there.metrics.write_text(line(1) + line(2) + line(3))
-    write(place, 3, there)
-    place.system.rm_file(f"{AT}/3/loop/d/1")
+    write(bucket, 3, there)
+    bucket.system.rm_file(f"{AT}/3/loop/d/1")
     assert resumed(tmp_path / "here/a")
     here = tmp_path / "here/a"
     assert (here / "metrics.jsonl").read_text() == line(1) + line(2)
@@ -208,17 +210,17 @@ def test_an_empty_machine_gets_the_records_of_the_newest_whole_one(place, tmp_pa
     assert not list(here.glob("*.tmp"))
 
 
-def test_a_folder_that_continues_from_the_checkpoint_stays_and_another_is_moved(place, tmp_path):
+def test_a_folder_that_continues_from_the_checkpoint_stays_and_another_is_moved(bucket, tmp_path):
     here = made_run(tmp_path / "here/a", 1)
     assert not resumed(here.root)
-    write(place, 1, here)
+    write(bucket, 1, here)
     here.metrics.write_text(line(1) + "2 is not saved")
     assert resumed(here.root)
     assert here.metrics.read_text() == line(1) + "2 is not saved"
     assert resumed(tmp_path / "elsewhere/a")
     elsewhere = Paths(tmp_path / "elsewhere/a")
     elsewhere.metrics.write_text(line(1) + line(2, 5.0))
-    write(place, 2, elsewhere)
+    write(bucket, 2, elsewhere)
     here.metrics.write_text(line(1) + line(2) + line(3))  # made before the other one began
     assert resumed(here.root)
     assert here.metrics.read_text() == line(1) + line(2, 5.0)
@@ -226,10 +228,10 @@ def test_a_folder_that_continues_from_the_checkpoint_stays_and_another_is_moved(
     assert resumed(here.root) and not (tmp_path / "here/a.2").exists()
 
 
-def test_a_folder_that_has_made_its_last_lines_anew_was_not_continued_elsewhere(place, tmp_path):
+def test_a_folder_that_has_made_its_last_lines_anew_was_not_continued_elsewhere(bucket, tmp_path):
     """The records of a checkpoint may reach further than it, and its last line may be completed."""
     here = made_run(tmp_path / "a", 1, 2, 3)
-    write(place, 2, here)
+    write(bucket, 2, here)
     again = Recorder(here.root, tensorboard=False, resume_step=2)
     again.log(2, {"eval/reward": 1.0})
     again.log(3, {"time/step_s": 2.0})
@@ -240,10 +242,10 @@ def test_a_folder_that_has_made_its_last_lines_anew_was_not_continued_elsewhere(
 
 @pytest.mark.parametrize("at", ["add_signs", "begin"])
 def test_a_start_that_was_killed_does_not_make_the_folder_a_stranger(
-    place, tmp_path, monkeypatch, at
+    bucket, tmp_path, monkeypatch, at
 ):
     here = made_run(tmp_path / "a", 1)
-    write(place, 1, here)
+    write(bucket, 1, here)
 
     def die(*_: object) -> None:
         raise KeyboardInterrupt
@@ -254,10 +256,10 @@ def test_a_start_that_was_killed_does_not_make_the_folder_a_stranger(
     assert resumed(here.root) and not (tmp_path / "a.1").exists()
 
 
-def test_a_copy_that_is_older_than_the_checkpoint_gets_its_records(place, tmp_path):
+def test_a_copy_that_is_older_than_the_checkpoint_gets_its_records(bucket, tmp_path):
     """What only the copy has, such as the events of TensorBoard, stays."""
     there = made_run(tmp_path / "there/a", 1, 2, 3)
-    write(place, 3, there)
+    write(bucket, 3, there)
     fetched = tmp_path / "here/a"  # as run.copy_to brought it
     shutil.copytree(there.root, fetched)
     (fetched / "metrics.jsonl").write_text(line(1))
@@ -268,39 +270,39 @@ def test_a_copy_that_is_older_than_the_checkpoint_gets_its_records(place, tmp_pa
     assert not (tmp_path / "here/a.1").exists()
 
 
-def test_a_copy_whose_ledger_is_older_than_its_metrics_gets_the_records(place, tmp_path):
+def test_a_copy_whose_ledger_is_older_than_its_metrics_gets_the_records(bucket, tmp_path):
     there = made_run(tmp_path / "there/a", 1, 2)
     there.ledger.write_text('{"fate": "trained"}\n' * 3)
-    write(place, 2, there)
+    write(bucket, 2, there)
     shutil.copytree(there.root, tmp_path / "here/a")
     (tmp_path / "here/a/ledger.jsonl").write_text('{"fate": "trained"}\n')
     assert resumed(tmp_path / "here/a")
     assert (tmp_path / "here/a/ledger.jsonl").read_text() == there.ledger.read_text()
 
 
-def test_what_the_trainer_before_saves_while_another_one_is_prepared_is_brought(place, tmp_path):
+def test_what_the_trainer_before_saves_while_another_one_is_prepared_is_brought(bucket, tmp_path):
     there = made_run(tmp_path / "there/a", 1)
-    write(place, 1, there)
+    write(bucket, 1, there)
     run = RunSection(dir=str(tmp_path / "here"), name="a", resume=True)
     assert bring_back_records(SECTION, run)
     there.metrics.write_text(line(1) + line(2))
-    write(writing(place, there), 2, there)
+    write(writing(bucket, there), 2, there)
     begin_writing(SECTION, run)
     assert steps_in(tmp_path / "here/a") == [1, 2]
 
 
-def test_a_new_run_that_meets_the_first_checkpoint_of_another_is_refused(place, tmp_path):
+def test_a_new_run_that_meets_the_first_checkpoint_of_another_is_refused(bucket, tmp_path):
     run = RunSection(dir=str(tmp_path / "here"), name="a", resume_or_start=True)
     assert not bring_back_records(SECTION, run)
     there = made_run(tmp_path / "there/a", 1)
-    write(place, 1, there)
+    write(bucket, 1, there)
     Paths(tmp_path / "here/a").root.mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on .*has saved the run's first"):
         begin_writing(SECTION, run)
 
 
-def test_a_folder_that_knows_nothing_of_the_bucket_is_not_taken_for_it(place, tmp_path):
-    write(place, 1, made_run(tmp_path / "there/a", 1))
+def test_a_folder_that_knows_nothing_of_the_bucket_is_not_taken_for_it(bucket, tmp_path):
+    write(bucket, 1, made_run(tmp_path / "there/a", 1))
     (tmp_path / "here/a").mkdir(parents=True)
     (tmp_path / "here/a/metrics.jsonl").write_text(line(1))
     with pytest.raises(ConfigError, match="know nothing of each other"):
@@ -308,47 +310,47 @@ def test_a_folder_that_knows_nothing_of_the_bucket_is_not_taken_for_it(place, tm
     assert steps_in(tmp_path / "here/a") == [1]
 
 
-def test_a_host_that_was_not_the_first_may_be_the_first_when_a_run_continues(place, tmp_path):
-    write(place, 1, made_run(tmp_path / "there/a", 1))
+def test_a_host_that_was_not_the_first_may_be_the_first_when_a_run_continues(bucket, tmp_path):
+    write(bucket, 1, made_run(tmp_path / "there/a", 1))
     (tmp_path / "here/a").mkdir(parents=True)
     (tmp_path / "here/a/trace.1.json").write_text("[]")
     assert resumed(tmp_path / "here/a")
     assert steps_in(tmp_path / "here/a") == [1] and (tmp_path / "here/a/trace.1.json").exists()
 
 
-def test_where_no_checkpoint_is_whole_nothing_begins(place, tmp_path):
-    write(place, 1, made_run(tmp_path / "there/a", 1))
-    place.system.rm_file(f"{AT}/1/loop/d/1")
+def test_where_no_checkpoint_is_whole_nothing_begins(bucket, tmp_path):
+    write(bucket, 1, made_run(tmp_path / "there/a", 1))
+    bucket.system.rm_file(f"{AT}/1/loop/d/1")
     with pytest.raises(ConfigError, match=r"none of the checkpoints \[1\] is what was written"):
         resumed(tmp_path / "here/a")
 
 
-def writing(place: BucketStorage, run: Paths) -> BucketStorage:
-    """The place as the trainer that began last in this folder has it."""
-    return dataclasses.replace(place, sign=read_signs(run.root / WRITERS)[-1])
+def writing(bucket: BucketStorage, run: Paths) -> BucketStorage:
+    """The storage as the trainer that began last in this folder has it."""
+    return dataclasses.replace(bucket, sign=read_signs(run.root / WRITERS)[-1])
 
 
-def test_a_trainer_ends_once_another_writes_and_removes_nothing_of_it(place, tmp_path):
+def test_a_trainer_ends_once_another_writes_and_removes_nothing_of_it(bucket, tmp_path):
     first = made_run(tmp_path / "first/a", 1)
-    elder = writing(place, first)
-    write(elder, 1, first)
-    elder.system.pipe_file(f"{AT}/2/state/d/1", b"half")
+    earlier = writing(bucket, first)
+    write(earlier, 1, first)
+    earlier.system.pipe_file(f"{AT}/2/state/d/1", b"half")
     second = begun_elsewhere(tmp_path / "second/a")
-    write(writing(place, second), 2, second, whole=False)
-    before = names(place, 2)
-    told = f"written by another trainer now: process {os.getpid()} on {socket.gethostname()}"
-    for act in (lambda: elder.make_room(2), lambda: elder.complete(2, first)):
-        with pytest.raises(FolderLost, match=told):
+    write(writing(bucket, second), 2, second, whole=False)
+    before = names(bucket, 2)
+    message = f"written by another trainer now: process {os.getpid()} on {socket.gethostname()}"
+    for act in (lambda: earlier.make_room(2), lambda: earlier.complete(2, first)):
+        with pytest.raises(FolderLost, match=message):
             act()
-    assert names(place, 2) == before and place.steps() == [1]
-    writing(place, second).complete(2, second)
-    assert place.steps() == [1, 2]
+    assert names(bucket, 2) == before and bucket.steps() == [1]
+    writing(bucket, second).complete(2, second)
+    assert bucket.steps() == [1, 2]
 
 
-def test_who_begins_while_another_seals_finds_no_seal_of_it(place, tmp_path, monkeypatch):
+def test_who_begins_while_another_seals_finds_no_seal_of_it(bucket, tmp_path, monkeypatch):
     first = made_run(tmp_path / "first/a", 1)
-    elder = writing(place, first)
-    elder.make_room(1)
+    earlier = writing(bucket, first)
+    earlier.make_room(1)
     real = BucketStorage._objects
 
     def begun(self: BucketStorage, step: int) -> dict[str, object]:
@@ -357,37 +359,37 @@ def test_who_begins_while_another_seals_finds_no_seal_of_it(place, tmp_path, mon
 
     with monkeypatch.context() as between, pytest.raises(FolderLost):
         between.setattr(BucketStorage, "_objects", begun)
-        elder.complete(1, first)
-    assert place.steps() == []
+        earlier.complete(1, first)
+    assert bucket.steps() == []
 
 
-def test_a_run_whose_sign_was_removed_continues(place, tmp_path):
+def test_a_run_whose_sign_was_removed_continues(bucket, tmp_path):
     run = made_run(tmp_path / "a", 1)
-    place.system.rm_file(f"{AT}/{WRITER}")
-    write(writing(place, run), 1, run)
-    assert resumed(run.root) and place.steps() == [1]
+    bucket.system.rm_file(f"{AT}/{WRITER}")
+    write(writing(bucket, run), 1, run)
+    assert resumed(run.root) and bucket.steps() == [1]
 
 
-def test_a_save_that_another_trainer_ended_ends_the_run(place, tmp_path, monkeypatch):
+def test_a_save_that_another_trainer_ended_ends_the_run(bucket, tmp_path, monkeypatch):
     first = made_run(tmp_path / "first/a", 1)
     made_run(tmp_path / "second/a", 1)
-    checkpoints = store.Checkpoints(writing(place, first), run=first)
+    checkpoints = store.Checkpoints(writing(bucket, first), run=first)
     checkpoints.save(1, state={"train": np.zeros(2)}, loop={})
     with pytest.raises(FolderLost, match="another trainer"):
         checkpoints.save(2, state={"train": np.zeros(2)}, loop={})
     checkpoints.close()
-    assert place.steps() == []
+    assert bucket.steps() == []
 
 
-def test_a_new_run_where_checkpoints_are_is_refused(place, tmp_path):
-    write(place, 1)
+def test_a_new_run_where_checkpoints_are_is_refused(bucket, tmp_path):
+    write(bucket, 1)
     run = RunSection(dir=str(tmp_path), name="a", overwrite=True)
     with pytest.raises(ConfigError, match="holds checkpoints of a run already"):
         bring_back_records(SECTION, run)
 
 
 @pytest.mark.parametrize(("before", "now"), [(None, "gs://b"), ("gs://c", None)])
-def test_a_run_that_saved_elsewhere_does_not_begin_from_its_start(place, tmp_path, before, now):
+def test_a_run_that_saved_elsewhere_does_not_begin_from_its_start(bucket, tmp_path, before, now):
     made_run(tmp_path / "a", 1).config.write_text(json.dumps({"checkpoint": {"dir": before}}))
     if before is None:
         (tmp_path / "a/checkpoints/3").mkdir(parents=True)
@@ -427,14 +429,14 @@ if len(sys.argv) > 2:
     jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
 from jaxrl_async.run.checkpoint import bucket
 from jaxrl_async.run.checkpoint.store import Checkpoints
-place = bucket.open_bucket("{BUCKET}/c", "a")
+storage = bucket.open_bucket("{BUCKET}/c", "a")
 rows = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
 def state(step):
     wanted = np.arange(1000, dtype=np.float32).reshape(8, 125) * step
     return {{"train": jax.make_array_from_callback((8, 125), rows, lambda i: wanted[i])}}
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
-with Checkpoints(place, 2) as checkpoints:
+with Checkpoints(storage, 2) as checkpoints:
     for word in sys.argv[1].split():
         act, step = word.split("=")
         if act == "die":
@@ -444,17 +446,17 @@ with Checkpoints(place, 2) as checkpoints:
             checkpoints.wait()
             multihost_utils.sync_global_devices("saved")  # the first process seals for all
         elif act == "cut":
-            find = place._find(f"{{place.root}}/{{step}}/state")
+            find = storage._find(f"{{storage.root}}/{{step}}/state")
             name = max((n for n in find if "/d/" in n), key=lambda n: find[n]["size"])
-            path = f"{{place.root}}/{{step}}/state/{{name}}"
-            place.system.pipe_file(path, place.system.cat_file(path)[:20])
+            path = f"{{storage.root}}/{{step}}/state/{{name}}"
+            storage.system.pipe_file(path, storage.system.cat_file(path)[:20])
         else:
             saved = checkpoints.restore(None, state(0))
             assert saved.step == int(step) == saved.loop["version"], saved.step
             wanted = state(int(step))["train"]
             for a, b in zip(saved.state["train"].addressable_shards, wanted.addressable_shards):
                 np.testing.assert_array_equal(a.data, b.data)
-    print(sorted(place._find(place.root)))
+    print(sorted(storage._find(storage.root)))
 """
 
 
@@ -496,11 +498,11 @@ def test_each_process_writes_its_own_shards_and_one_seals():
     with object_store() as store:
         both = [worked(store, "save=1 save=2 read=2", address, str(i)) for i in range(2)]
         try:
-            said = [process.communicate(timeout=180) for process in both]
+            outs = [process.communicate(timeout=180) for process in both]
         finally:
             for process in both:
                 process.kill()
-        assert [process.returncode for process in both] == [0, 0], [err[-3000:] for _, err in said]
+        assert [process.returncode for process in both] == [0, 0], [err[-3000:] for _, err in outs]
         found = names_after(store, "read=2")  # by one process, on another mesh
     for of in (0, 1):
         assert any(n.startswith(f"2/state/ocdbt.process_{of}/d/") for n in found)
@@ -571,20 +573,20 @@ def test_a_killed_run_continues_elsewhere_from_the_bucket_alone(tmp_path):
         subprocess.run(whole, cwd=tmp_path, env=env, timeout=120, check=True)
         assert (tmp_path / "out/model.safetensors").is_file()
         audited = [sys.executable, "-m", "jaxrl_async", "audit", str(tmp_path / "here/a")]
-        said = subprocess.run(
+        result = subprocess.run(
             audited, cwd=tmp_path, env=env, timeout=60, capture_output=True, text=True
         )
-        assert said.returncode == 0 and "resumed 1 times" in said.stdout, said
+        assert result.returncode == 0 and "resumed 1 times" in result.stdout, result
     assert not (tmp_path / "here/a/checkpoints").exists()
-    wanted = weights_of(config_of("addition", tmp_path / "alone", *both))
+    expected = weights_of(config_of("addition", tmp_path / "alone", *both))
     found = weights_of(config_of("addition", tmp_path / "here", *both))
-    assert all(np.array_equal(wanted[key], found[key]) for key in wanted)
+    assert all(np.array_equal(expected[key], found[key]) for key in expected)
 
 
 @pytest.mark.full
 @pytest.mark.exhaustive
 def test_a_killed_run_of_hosts_that_share_no_folder_continues_on_others(tmp_path):
-    """The first of them has the folder of what was the second before. What is learnt is what one
+    """The first of them has the folder of what was the second before. What is trained is what one
     process learns."""
     words = ("warm_start.steps=0", "run={name: a, steps: 6}", "checkpoint.every=2", "eval.every=0")
     two_processes.alone(tmp_path, *words)
@@ -606,7 +608,7 @@ def test_a_killed_run_of_hosts_that_share_no_folder_continues_on_others(tmp_path
                 process.kill()
                 process.communicate()
         ended = two_processes.ended(begun("y", "z"))
-        assert [code for code, _ in ended] == [0, 0], [said[-3000:] for _, said in ended]
+        assert [code for code, _ in ended] == [0, 0], [result[-3000:] for _, result in ended]
         assert _steps(env) == [4, 6]
     assert not (tmp_path / "z/a/metrics.jsonl").exists()
     one, two = two_processes.results(tmp_path, "a"), two_processes.results(tmp_path / "y", "a")
@@ -622,16 +624,16 @@ print(open_bucket("{BUCKET}/all", "a").steps())
 def _steps(env: dict[str, str]) -> list[int]:
     """Return the steps that have a checkpoint on the bucket."""
     asked = [sys.executable, "-c", STEPS]
-    said = subprocess.run(asked, env=env, check=True, capture_output=True, timeout=60)
-    return json.loads(said.stdout)
+    result = subprocess.run(asked, env=env, check=True, capture_output=True, timeout=60)
+    return json.loads(result.stdout)
 
 
-def test_an_audit_asks_the_bucket(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(audit, "open_bucket", lambda address, name: place)
+def test_an_audit_asks_the_bucket(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "open_bucket", lambda address, name: bucket)
     config = load(CONFIGS / "addition.yaml", ["warm_start.steps=0", "checkpoint.dir=gs://b/x"])
     run = made_run(tmp_path / "a")
     write_config(config, run)
     run.ledger.write_text("")
-    write(place, 5)
+    write(bucket, 5)
     problems = audit.audit_run(run.root).problems
     assert any("the newest checkpoint is of step 5" in p for p in problems), problems

@@ -184,7 +184,7 @@ def test_however_the_threads_run_now_the_buffer_does_what_was_recorded(tmp_path_
 def test_a_group_that_was_cancelled_for_its_age_is_cancelled_where_it_was_recorded(
     finished, replay, tmp_path
 ):
-    """With what it had drawn then; whatever it has drawn now, and although nobody asks for age."""
+    """With what was sampled then; whatever is sampled now, and although nothing asks for age."""
     events = [
         {"admit": 0, "count": 9, "version": 0},
         {"put": 1},
@@ -198,8 +198,8 @@ def test_a_group_that_was_cancelled_for_its_age_is_cancelled_where_it_was_record
 
     def stop(number):
         stopped.append(number)
-        gone = CancelledGroup(ticket=tickets[number], prompt_id=4, oldest=0, lengths=())
-        gate.cancel(gone)
+        cancelled = CancelledGroup(ticket=tickets[number], prompt_id=4, oldest=0, lengths=())
+        gate.cancel(cancelled)
 
     gate.watch(aged.append, stop)
     tickets = gate.admit()
@@ -209,8 +209,8 @@ def test_a_group_that_was_cancelled_for_its_age_is_cancelled_where_it_was_record
     assert real.stats().dropped == {}, "not yet"
     gate.put(make_group(tickets[1]))
     draw = gate.draw(0)
-    (gone,) = draw.cancelled
-    assert (gone.ticket, gone.oldest, gone.lengths) == (tickets[0], 0, (2, 1))
+    (cancelled,) = draw.cancelled
+    assert (cancelled.ticket, cancelled.oldest, cancelled.lengths) == (tickets[0], 0, (2, 1))
     assert stopped == ([] if finished else [0]) and not aged
     assert real.stats().dropped == {"stale": 1}
     assert [json.loads(x) for x in lines(tmp_path / "again.jsonl")] == events
