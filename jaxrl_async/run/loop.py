@@ -107,7 +107,7 @@ def train(
         first_plays=config.mesh.remote,
         colocated=config.mesh.colocated and config.run.job == "rl",
     )
-    config = with_hub_folders(look_together(config, lockstep))
+    config = with_hub_folders(check_together(config, lockstep))
     for one in runs_of(config).values() if config.runs else (config,):
         check_paths(one)
         check_trackers(one.metrics)
@@ -253,7 +253,7 @@ def _stopping(stop: Stop) -> Iterator[None]:
         stop.request(str(error) or "the caller")
 
 
-def look_together(config: Config, lockstep: Lockstep) -> Config:
+def check_together(config: Config, lockstep: Lockstep) -> Config:
     """Have process 0 check the run's folder without changing it, or bring it back from its copy;
     return the configuration with run.resume settled, the same in all processes. Raises
     ConfigError."""

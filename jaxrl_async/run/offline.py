@@ -57,7 +57,7 @@ from jaxrl_async.run.builders.initial_policy import (
     with_adapter_of,
 )
 from jaxrl_async.run.builders.learning import base_of, learning, warm_started
-from jaxrl_async.run.builders.playing import find_task, imitated
+from jaxrl_async.run.builders.playing import find_task, taught_records
 from jaxrl_async.run.builders.trainer_parts import step_traces
 from jaxrl_async.run.builders.vision import check_images, image_store
 from jaxrl_async.run.checkpoint.rollout_state import resuming_if_possible
@@ -211,7 +211,7 @@ def _split(config: Config, tokenizer: Tokenizer, task: Task) -> ExampleSplit[Any
     """Return the job's examples: from the task's conversations, or from the data."""
     if config.task is None:
         return SPLITS[config.run.job](config, tokenizer)
-    own = imitated(config, task, tokenizer)  # a rule allows task only with sft
+    own = taught_records(config, task, tokenizer)  # a rule allows task only with sft
     return own_demonstrations(own, tokenizer, config.longest_example)
 
 

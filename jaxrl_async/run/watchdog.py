@@ -88,7 +88,7 @@ class Reading:
         )
 
 
-def culprit(r: Reading) -> tuple[str, str]:
+def stuck_part(r: Reading) -> tuple[str, str]:
     """Return the part that is stuck, and the chain of waiting parts that leads to it."""
     if r.trainer in ("learning", "saving", "starting"):
         return "trainer", f"the trainer has been {r.trainer} for {r.trainer_s:.0f} s"
@@ -197,7 +197,7 @@ class Watchdog:
         if gained != self._gained or reading.trainer == "evaluating":
             self._gained, self._gained_at, self._rejected = gained, now, reading.rejected
         if now - self._moved_at >= self.limit_s and not reading.within_limits:
-            part, why = culprit(reading)
+            part, why = stuck_part(reading)
             self._stop(
                 reading,
                 f"no progress for {now - self._moved_at:.0f} s; stuck part: {part} ({why})",

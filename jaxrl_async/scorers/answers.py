@@ -119,7 +119,7 @@ def find_answer(text: str) -> Answer | None:
     after = after_thinking(text)
     if after is None:
         return None
-    text = undressed(after)
+    text = without_markup(after)
     box = next(reversed(list(BOX.finditer(text))), None)
     if box is not None:
         boxed = _boxed(text[box.end() :])
@@ -155,7 +155,7 @@ def opened_thinking(prompt: str) -> str:
     return mark[0] if mark is not None and is_open else ""
 
 
-def undressed(text: str) -> str:
+def without_markup(text: str) -> str:
     """Strip markup around the answer: emphasis, <answer> tags, calculator annotations."""
     for _ in range(2):  # **_18_**
         for pair in EMPHASIS:

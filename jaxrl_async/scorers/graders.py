@@ -90,7 +90,7 @@ def equal_texts(completion: str, reference: str) -> bool:
     return _bare(answer.line) in texts
 
 
-def answer_read(grader: Callable[..., object], completion: str) -> str | None:
+def read_answer(grader: Callable[..., object], completion: str) -> str | None:
     """Return the final answer that a built-in grader reads in a completion, for a majority vote:
     equal numbers have equal texts. None: it is missing, or was cut off."""
     if grader is exact:

@@ -63,7 +63,7 @@ SMALL = 2e-6
 
 def same(completion: str, reference: str) -> bool:
     """Return whether a completion's answer equals the reference mathematically."""
-    right, asked_text = reference_read(reference)
+    right, asked_text = read_reference(reference)
     answer = find_answer(plain_signs(completion))
     if answer is None or not right:
         return False
@@ -80,10 +80,10 @@ def same(completion: str, reference: str) -> bool:
 
 def is_readable(reference: str) -> bool:
     """Return whether a reference can be parsed as mathematics."""
-    return any(isinstance(read, Basic | MatrixBase) for read in reference_read(reference)[0])
+    return any(isinstance(read, Basic | MatrixBase) for read in read_reference(reference)[0])
 
 
-def reference_read(reference: str) -> tuple[list[Any], str]:
+def read_reference(reference: str) -> tuple[list[Any], str]:
     """Return the possible meanings of a reference, and its text with money marked."""
     text = plain_signs(plain_float(reference))
     answer = find_answer(text)

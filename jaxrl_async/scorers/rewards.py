@@ -24,7 +24,7 @@ from jaxrl_async.config.userfile import is_own, load_function
 from jaxrl_async.errors import Away, ConfigError, RefusedScore, RolloutError, RolloutTimeout
 from jaxrl_async.later import Later
 from jaxrl_async.scorers.answers import opened_thinking
-from jaxrl_async.scorers.graders import answer_read, exact, gsm8k
+from jaxrl_async.scorers.graders import exact, gsm8k, read_answer
 from jaxrl_async.scorers.graders import math as same_math
 from jaxrl_async.scorers.results import MODEL, added, distinct_parts
 from jaxrl_async.scorers.reward_arguments import RewardArguments, reward_arguments_of
@@ -169,7 +169,7 @@ class RewardScorer:
         text = _graded_text(episode, self._decode, self._marks)
         for judge, _ in self._judges:
             if judge.function in REWARDS.values():
-                return answer_read(judge.function, text)
+                return read_answer(judge.function, text)
             if (own := getattr(judge.function, "final_answer", None)) is not None:
                 return _own_answer(own, text, judge.where)
         return None

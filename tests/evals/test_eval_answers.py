@@ -21,7 +21,7 @@ from jaxrl_async.evals.eval_answers import (
 )
 from jaxrl_async.evals.run_evals import NamedEvaluation
 from jaxrl_async.metrics.metric import metric_of, names_a_known_metric
-from jaxrl_async.scorers.graders import answer_read, exact, gsm8k
+from jaxrl_async.scorers.graders import exact, gsm8k, read_answer
 from jaxrl_async.scorers.graders import math as same_math
 from jaxrl_async.scorers.rewards import Judge, RewardScorer
 
@@ -151,7 +151,7 @@ def vars_of(one):
     ],
 )
 def test_built_in_graders_read_final_answers(grader, completion, read):
-    assert answer_read(grader, completion) == read
+    assert read_answer(grader, completion) == read
 
 
 class Halves:

@@ -25,7 +25,7 @@ from jaxrl_async.run.lockstep import (
     merged_draws,
     read_message,
 )
-from jaxrl_async.run.loop import claim_together, look_together
+from jaxrl_async.run.loop import check_together, claim_together
 from jaxrl_async.run.rates import combined_rates
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import (
@@ -312,7 +312,7 @@ def prepared(folder, **run):
         try:
             lockstep = Together(index, 2, table, barrier)
             with ExitStack() as closing:
-                found[index] = claim_together(closing, lockstep, look_together(config, lockstep))
+                found[index] = claim_together(closing, lockstep, check_together(config, lockstep))
         except ConfigError as error:
             found[index] = error
 

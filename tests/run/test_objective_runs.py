@@ -100,7 +100,7 @@ TOOL = {
 
 
 def traces(folder: Path, count: int = 24) -> Path:
-    """Conversations whose call is always the same: easily imitated, and often missed."""
+    """Conversations whose call is always the same: easily taught_records, and often missed."""
     function = {"name": "add", "arguments": json.dumps({"a": 1})}
     records = [
         {

@@ -14,7 +14,7 @@ from jaxrl_async.metrics.metric import comparable
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run import assemble
 from jaxrl_async.run.builders import rehearsal
-from jaxrl_async.run.builders.rehearsal import Rehearsal, rehearsed
+from jaxrl_async.run.builders.rehearsal import Rehearsal, rehearsal_requests
 from jaxrl_async.run.builders.samplers import requested_mixes
 from jaxrl_async.run.loop import train
 from jaxrl_async.sampler.compile_ahead import CompilingAhead
@@ -121,7 +121,7 @@ def test_a_rehearsal_that_fails_is_logged_and_the_run_continues(tmp_path, monkey
     def broken(*args: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(rehearsal, "no_weights", broken)
+    monkeypatch.setattr(rehearsal, "zero_weights", broken)
     monkeypatch.setattr(assemble, "Rehearsal", Attended)
     assert run(tmp_path, slots=8, name="alone")[-1]["step"] == 2
     assert "could not be compiled ahead: no room" in caplog.text
@@ -138,7 +138,7 @@ def test_rehearsed_answers_have_all_lengths_that_fit(tmp_path: Path) -> None:
         ["data.max_prompt_tokens=16", "sampler={max_length: 32, max_new_tokens: 20}"],
     )
     prompts = [prompt(4), prompt(20), prompt(32), prompt(0)]
-    requests = rehearsed(prompts, 50, SamplingParams(), config.sampler, extras=True)
+    requests = rehearsal_requests(prompts, 50, SamplingParams(), config.sampler, extras=True)
     lengths = {4: set(), 20: set(), 6: set()}  # 6: half the room beside an answer
     for request in requests:
         assert request.extras and request.forced_length is not None

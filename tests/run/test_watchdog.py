@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxrl_async.errors import StalledError
-from jaxrl_async.run.watchdog import Reading, Watchdog, culprit
+from jaxrl_async.run.watchdog import Reading, Watchdog, stuck_part
 from jaxrl_async.testing.clock import VirtualClock
 
 WAITING = Reading(trainer="waiting for groups", version=3, slots_free=2, published=3, live=3)
@@ -32,7 +32,7 @@ WAITING = Reading(trainer="waiting for groups", version=3, slots_free=2, publish
     ],
 )
 def test_the_part_that_others_wait_for_is_named(change, part, words):
-    found, why = culprit(replace(WAITING, **change))
+    found, why = stuck_part(replace(WAITING, **change))
     assert found.startswith(part) and words in why
 
 

@@ -209,7 +209,7 @@ def make_play(
     )
 
 
-def imitated(config: Config, task: Task, tokenizer: Tokenizer) -> "TaskData":
+def taught_records(config: Config, task: Task, tokenizer: Tokenizer) -> "TaskData":
     """Return the records of a task whose demonstrations run.job=sft trains on.
 
     Each is written with the tools of the task's environment, which is begun once to list them.

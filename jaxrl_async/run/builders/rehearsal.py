@@ -84,7 +84,7 @@ class Rehearsal:
         rehearsal is over."""
         config, spec = self._config, self._inputs.spec
         settings = replace(settings_here(config, self._inputs, mesh), name="rehearsal")
-        sent, base = no_weights(config.weights, config.model, spec, mesh)
+        sent, base = zero_weights(config.weights, config.model, spec, mesh)
         setup, params = set_up((spec, base), config.sampler, mesh, config.run.seed, settings)
         prepared = setup.engine.prepare(params)
         sampler = Sampler.from_setup(setup, prepared, 0, FIXED_WEIGHTS)
@@ -106,15 +106,15 @@ class Rehearsal:
         config, inputs = self._config, self._inputs
         if config.eval.every:
             greedy = SamplingParams(temperature=config.eval.temperature)
-            yield rehearsed(inputs.held_out, 1, greedy, config.sampler)
+            yield rehearsal_requests(inputs.held_out, 1, greedy, config.sampler)
         prompts = inputs.held_out[: config.algorithm.groups_per_step]
         members = config.algorithm.group_size
         for sampling in dict.fromkeys(sampling_params(c.sampler) for c in config.by_task.values()):
             extras = inputs.keep_mask and sampling.truncates
-            yield rehearsed(prompts, members, sampling, config.sampler, extras=extras)
+            yield rehearsal_requests(prompts, members, sampling, config.sampler, extras=extras)
 
 
-def no_weights(
+def zero_weights(
     section: WeightsSection, model: ModelSection, spec: ModelSpec, mesh: Mesh
 ) -> tuple[Params, Params]:
     """Return weights of 0, first as a version brings them to a sampler, then as a sampler begins
@@ -130,7 +130,7 @@ def no_weights(
     return zero, zero if once is None else beside(base, zero)
 
 
-def rehearsed(
+def rehearsal_requests(
     prompts: Sequence[Prompt],
     members: int,
     sampling: SamplingParams,

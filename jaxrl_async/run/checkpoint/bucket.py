@@ -289,7 +289,7 @@ def _agree(first: Mapping[str, object], other: Mapping[str, object]) -> bool:
 
 @contextmanager
 def _as_os_errors(address: object) -> Iterator[None]:
-    """Turn what a bucket's client raises into OSError that says it may pass (see is_passing)."""
+    """Turn what a bucket's client raises into OSError that says it may pass (see is_transient)."""
     try:
         yield
     except OSError as error:

@@ -12,7 +12,7 @@ ORBAX_WRITES = "orbax.checkpoint._src.serialization.tensorstore_utils"
 log = logging.getLogger(__name__)
 
 
-def mend_orbax() -> None:
+def fix_orbax() -> None:
     """Keep orbax from asking TensorStore for JSON, which TensorStore then never frees.
 
     Each key and value that `to_json` and `experimental_collect_matching_metrics` return has one

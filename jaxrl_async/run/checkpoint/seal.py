@@ -39,7 +39,7 @@ HASHED_AT_ONCE, BLOCK = 8, 4 << 20
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 """Errors of files that are missing or of another kind; after any other error, which may be
 temporary or can be repaired, the files may be intact."""
-PASSING = (
+TRANSIENT = (
     *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"),
     *("PERMISSION_DENIED", "UNAUTHENTICATED"),
     *map(os.strerror, (errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.EACCES)),
@@ -136,7 +136,7 @@ def forget_unreadable(kept: Path) -> list[str]:
     return sorted(p.name for p in others)
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return whether an error of reading a checkpoint does not mean that it is damaged: the file
     system, the memory or a permission failed, and a retry may succeed."""
     chain: list[BaseException] = []
@@ -146,7 +146,7 @@ def is_passing(error: BaseException) -> bool:
     return any(
         isinstance(e, MemoryError)
         or (isinstance(e, OSError) and e.errno is not None and e.errno not in DAMAGE)
-        or any(text in str(e) for text in PASSING)
+        or any(text in str(e) for text in TRANSIENT)
         for e in chain
     )
 

@@ -37,8 +37,8 @@ from jaxrl_async.host import give_back_memory
 from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
 from jaxrl_async.run.checkpoint.array_shapes import check_arrays, shapes_of
-from jaxrl_async.run.checkpoint.orbax_fixes import mend_orbax
-from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing, sync_records
+from jaxrl_async.run.checkpoint.orbax_fixes import fix_orbax
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_transient, sync_records
 from jaxrl_async.run.checkpoint.storage import CheckpointStorage, FolderStorage, storage_of
 from jaxrl_async.run.folder import FolderWatch, Paths
 
@@ -238,7 +238,7 @@ class Checkpoints:
     def _sweep(self) -> None:
         """Remove what a killed run half wrote, at the first use."""
         if not self._swept:
-            mend_orbax()
+            fix_orbax()
             if not jax.process_index():
                 self._storage.sweep()
             self._swept = True
@@ -272,7 +272,7 @@ class Checkpoints:
         One that is damaged is passed over, with a warning, for the one before it, and renamed once
         another was read. One without checksums is read only if none of those with checksums can be,
         and logged as an error. Raises CheckpointError if none can be read, if one does not fit
-        `abstract`, or if one cannot be read for now (see `is_passing`): it may be whole.
+        `abstract`, or if one cannot be read for now (see `is_transient`): it may be whole.
 
         Args:
             step: of the newest checkpoint that is wanted; None: of any.
@@ -295,7 +295,7 @@ class Checkpoints:
             try:
                 saved = self._read(candidate, like)
             except Exception as error:
-                if not isinstance(error, CheckpointError) and is_passing(error):
+                if not isinstance(error, CheckpointError) and is_transient(error):
                     raise _not_now(folder, error) from error
                 is_whole = self._verify and self._storage.is_sealed(candidate)
                 if isinstance(error, CheckpointError) and is_whole:

@@ -26,7 +26,7 @@ from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.run.checkpoint import bucket_start, store
 from jaxrl_async.run.checkpoint.bucket import ASIDE, WRITER, BucketStorage
 from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
-from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_passing
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_transient
 from jaxrl_async.run.checkpoint.storage import bring_back
 from jaxrl_async.run.folder import WRITERS, Paths, read_signs, write_config
 
@@ -87,7 +87,7 @@ def test_what_is_not_what_was_written_is_reported_and_is_damage(bucket, harm):
         bucket.system.pipe_file(sums, b"[")
     with pytest.raises(OSError, match=r"missing|not what was written|no checksums") as caught:
         bucket.check(1)
-    assert not is_passing(caught.value)
+    assert not is_transient(caught.value)
 
 
 def test_the_sums_of_the_bucket_are_compared_where_sizes_are_the_same(bucket, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_bucket_that_is_unreachable_is_no_damage(bucket, monkeypatch):
     for act in (bucket.steps, lambda: bucket.check(1), bucket.sweep, lambda: bucket.make_room(2)):
         with pytest.raises(OSError, match="503 from the bucket") as caught:
             act()
-        assert is_passing(caught.value)
+        assert is_transient(caught.value)
     monkeypatch.undo()
 
 

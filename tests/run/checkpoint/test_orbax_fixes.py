@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.run.checkpoint.orbax_fixes import ORBAX_WRITES, mend_orbax
+from jaxrl_async.run.checkpoint.orbax_fixes import ORBAX_WRITES, fix_orbax
 from jaxrl_async.run.checkpoint.store import Checkpoints
 
 
@@ -30,7 +30,7 @@ def test_an_orbax_with_other_names_is_left_alone(monkeypatch, caplog) -> None:
     orbax = importlib.import_module(ORBAX_WRITES)
     monkeypatch.setattr(orbax, "ts", real := object())
     monkeypatch.delattr(orbax, "get_tensorstore_raw_bytes")
-    mend_orbax()
+    fix_orbax()
     assert orbax.ts is real
     assert "cannot be patched" in caplog.text and "get_tensorstore_raw_bytes" in caplog.text
 
