@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from jaxrl_async.data.addresses import argument_here
+from jaxrl_async.data.addresses import local_argument
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import listed_lines, numbered_lines, read_lines
 from jaxrl_async.run.checkpoint.bucket import open_bucket
@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     try:
-        result = audit_run(argument_here(args[0], "records of a run"))
+        result = audit_run(local_argument(args[0], "records of a run"))
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2

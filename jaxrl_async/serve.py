@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_async.config.schema import SamplerSection
-from jaxrl_async.data.addresses import argument_here
+from jaxrl_async.data.addresses import local_argument
 from jaxrl_async.data.chat import chat_format, has_chat_format
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.data.tokenizer import load_tokenizer
@@ -85,7 +85,7 @@ def _serve(args: argparse.Namespace) -> int:
         if not key:
             key = secrets.token_urlsafe(KEY_BYTES)
             print(f"key: {key}", flush=True)
-        args.folder = argument_here(args.folder, "model")
+        args.folder = local_argument(args.folder, "model")
         verify_compiled_programs()
         policy = Policy.from_pretrained(args.folder, decoder=args.decoder)
         given = loaded_adapters(args, policy)

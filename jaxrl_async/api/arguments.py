@@ -26,7 +26,7 @@ from jaxrl_async.config.load import load, load_with_aside
 from jaxrl_async.config.peers.peer_hints import peer_hint, usual_hint
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import section_of
-from jaxrl_async.data.chat_formats.chat_messages import without_filled
+from jaxrl_async.data.chat_formats.chat_messages import without_nulls
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.run.folder import given_folder
@@ -445,7 +445,7 @@ def _records(data: object, name: str, *, plain: bool = True) -> list[dict[str, A
                 f"train: {name}[{index}] is a {type(record).__name__}. Give a mapping, such as "
                 '{"question": ..., "answer": ...}, or a text.'
             )
-        tidy = without_filled if is_table else lambda value: value
+        tidy = without_nulls if is_table else lambda value: value
         records.append({name: tidy(value) for name, value in record.items()})
     if not records:
         raise DataError(f"train: {name} is empty. Give at least two records.")

@@ -16,7 +16,7 @@ from jaxrl_async.api.scored_text import (
 )
 from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.data.chat import chat_format
-from jaxrl_async.data.images import ImageStore, holds_images, taken_images
+from jaxrl_async.data.images import ImageStore, holds_images, take_images
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.sampling_request import stop_ids
 from jaxrl_async.errors import DataError
@@ -214,7 +214,7 @@ class Asker:
                 "the prompt has an image, and the policy reads text alone. Load a Gemma 3 with its "
                 "vision tower (docs/images.md), or leave the image out."
             )
-        asked, numbers = taken_images(messages, self._images)
+        asked, numbers = take_images(messages, self._images)
         tokens = self._format().opening(asked, ())
         return tokens if self._images is None else self._images.named(tokens, numbers)
 

@@ -34,7 +34,7 @@ from jaxrl_async.command.run_differences import (
 from jaxrl_async.config.draft import read_draft
 from jaxrl_async.config.load import load
 from jaxrl_async.config.setting_fields import value_text
-from jaxrl_async.data.addresses import argument_here
+from jaxrl_async.data.addresses import local_argument
 from jaxrl_async.errors import ConfigError, shown
 from jaxrl_async.evals.estimates import Estimate
 from jaxrl_async.help_format import command_parser
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_run(path: str) -> RunRecords:
     """Read a run's records. Raises ConfigError for a folder without a run."""
-    folder = argument_here(path, "records of a run")
+    folder = local_argument(path, "records of a run")
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(f"{path}: there is no run ({CONFIG_FILE} is missing). Give its folder.")

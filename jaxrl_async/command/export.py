@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_async import __version__
-from jaxrl_async.data.addresses import argument_here
+from jaxrl_async.data.addresses import local_argument
 from jaxrl_async.data.gguf_file import POINTER
 from jaxrl_async.data.hub import Upload
 from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_args(argv)
     try:
-        args.source = argument_here(args.source)
+        args.source = local_argument(args.source)
         _check(args)
         if "JAX_PLATFORMS" not in os.environ:  # a run may hold the accelerator
             importlib.import_module("jax").config.update("jax_platforms", "cpu")

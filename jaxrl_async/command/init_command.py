@@ -38,7 +38,7 @@ from jaxrl_async.command.first_config import (
 from jaxrl_async.command.machine import look_at_devices
 from jaxrl_async.config.draft import parse_yaml
 from jaxrl_async.config.load import load
-from jaxrl_async.data.addresses import is_elsewhere
+from jaxrl_async.data.addresses import is_remote
 from jaxrl_async.data.gguf_file import is_gguf
 from jaxrl_async.data.hub import hub_records
 from jaxrl_async.data.record_files import BadRecord, rows_of_file
@@ -208,7 +208,7 @@ def _check_model(model: str) -> None:
     if is_gguf(model) and not model.startswith("package:") and "://" not in model:
         if not os.path.isfile(model):
             raise ConfigError(f"--model {model}: there is no such file here.")
-    elif not is_elsewhere(model) and not os.path.isfile(os.path.join(model, "config.json")):
+    elif not is_remote(model) and not os.path.isfile(os.path.join(model, "config.json")):
         raise ConfigError(
             f"--model {model}: there is no folder with a config.json here, looked for from "
             f"{Path.cwd()}. Give a directory, OWNER/NAME on the hub, or FILE.gguf."

@@ -58,32 +58,32 @@ def is_address(path: str) -> bool:
     return ADDRESS.fullmatch(path) is not None
 
 
-def is_elsewhere(path: str) -> bool:
-    """Return True if folder_here returns a path other than this one."""
+def is_remote(path: str) -> bool:
+    """Return True if local_folder returns a path other than this one."""
     return is_address(path) or is_gguf(path) or is_hub_name(path)
 
 
-def folder_here(path: str, setting: str, kind: str = "model") -> Path:
+def local_folder(path: str, setting: str, kind: str = "model") -> Path:
     """Return a model's folder on this machine. A folder at an address is copied, a hub name is
     taken from the hub's cache or downloaded, and a GGUF file's folder is created in the cache. Any
-    other path is returned unchanged. Takes the arguments of copied_here; raises its errors and
+    other path is returned unchanged. Takes the arguments of copy_locally; raises its errors and
     gguf_folder's."""
     if is_gguf(path):
-        file = str(copied_here(path, setting, kind)) if is_address(path) else path
+        file = str(copy_locally(path, setting, kind)) if is_address(path) else path
         return gguf_folder.gguf_folder(file, setting, cache_root())
     if is_address(path):
-        return copied_here(path, setting, kind)
+        return copy_locally(path, setting, kind)
     return model_folder(path, setting, kind) if is_hub_name(path) else Path(path)
 
 
-def argument_here(path: str, kind: str = "dataset") -> Path:
+def local_argument(path: str, kind: str = "dataset") -> Path:
     """Return the local folder of a command's argument. Content at an address is copied (kind: see
-    copied_here), and a GGUF file has a folder in the cache; any other path is returned unchanged.
-    Raises the errors of folder_here."""
+    copy_locally), and a GGUF file has a folder in the cache; any other path is returned unchanged.
+    Raises the errors of local_folder."""
     setting = "the command's argument"
     if is_gguf(path):
-        return folder_here(path, setting, kind)
-    return copied_here(path, setting, kind) if is_address(path) else Path(path)
+        return local_folder(path, setting, kind)
+    return copy_locally(path, setting, kind) if is_address(path) else Path(path)
 
 
 def cache_root() -> Path:
@@ -91,7 +91,7 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async"
 
 
-def copied_here(address: str, setting: str, kind: str = "model") -> Path:
+def copy_locally(address: str, setting: str, kind: str = "model") -> Path:
     """Return a local copy of a file or folder; copy it unless an up-to-date copy exists.
 
     Args:

@@ -80,7 +80,7 @@ def is_gguf(path: str) -> bool:
     return path.endswith(ENDING) or path.startswith(PACKAGE)
 
 
-def gguf_here(path: str, setting: str) -> Path:
+def local_gguf(path: str, setting: str) -> Path:
     """Return the local path of a GGUF file. Raises ConfigError.
 
     Args:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxrl_async.data.gguf_file import POINTER, GgufFile, gguf_here, read_gguf, sizes_of
+from jaxrl_async.data.gguf_file import POINTER, GgufFile, local_gguf, read_gguf, sizes_of
 from jaxrl_async.errors import ConfigError, DataError, in_a_line
 from jaxrl_async.later import Later
 
@@ -39,11 +39,11 @@ def gguf_folder(path: str, setting: str, cache: Path) -> Path:
     CheckpointError, and MissingExtraError if the package gguf is not installed.
 
     Args:
-        path: see gguf_file.gguf_here.
+        path: see gguf_file.local_gguf.
         setting: the setting that names it, for messages.
         cache: folder of all copies, addresses.cache_root().
     """
-    file = gguf_here(path, setting).resolve()
+    file = local_gguf(path, setting).resolve()
     facts = {"path": str(file), **sizes_of(file)}
     digest = hashlib.sha256(json.dumps([FORM, facts]).encode()).hexdigest()[:16]
     folder = cache / "gguf" / digest / file.stem

@@ -163,7 +163,7 @@ class ImageStore:
                 self.release()
 
 
-def taken_images(messages: object, store: ImageStore | None) -> tuple[Any, list[int]]:
+def take_images(messages: object, store: ImageStore | None) -> tuple[Any, list[int]]:
     """Return messages with the store's mark instead of each image, and the images' numbers. Raises
     DataError with the message's number for an image that cannot be read.
 

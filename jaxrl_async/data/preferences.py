@@ -24,7 +24,7 @@ from jaxrl_async.data.chat_formats.chat_messages import (
     is_conversation,
 )
 from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows
-from jaxrl_async.data.records import RecordReader, field_text, lacking
+from jaxrl_async.data.records import RecordReader, field_text, missing_columns
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import DataError
 from jaxrl_async.types import IntArray, Message
@@ -137,7 +137,7 @@ def _parts(fields: Mapping[str, object]) -> tuple[Any, Answer | None, Answer | N
     if not is_conversation(prompt):
         prompt = field_text(prompt)
     if prompt is None:
-        raise BadRecord(Bad.FIELD, lacking(fields, [Field.PROMPT]))
+        raise BadRecord(Bad.FIELD, missing_columns(fields, [Field.PROMPT]))
     return prompt, chosen, rejected
 
 
@@ -176,7 +176,7 @@ def _answer(fields: Mapping[str, object], name: Field) -> tuple[tuple[Message, .
         return tuple(before), answer
     text = field_text(value)
     if text is None:
-        raise BadRecord(Bad.FIELD, lacking(fields, [name]))
+        raise BadRecord(Bad.FIELD, missing_columns(fields, [name]))
     return (), text
 
 

@@ -73,13 +73,13 @@ class PromptStream:
         process_count: int = 1,
         check: CheckRecord | None = None,
     ) -> None:
-        """check: called with each surveyed record; see `looked_at`."""
+        """check: called with each surveyed record; see `sampled_records`."""
         if not 0 <= process_index < process_count:
             raise DataError(f"process {process_index} is not one of {process_count}.")
         self._dataset = shuffled(source, seed, process_index, process_count)
         surveyed = survey(source, check)
         self.references = surveyed.references
-        """The reference answers of the surveyed records, see survey.looked_at."""
+        """The reference answers of the surveyed records, see survey.sampled_records."""
         self._first, self._stride = process_index, process_count
         self._identity = {
             "seed": seed,
@@ -322,9 +322,9 @@ class Survey:
 
 
 def survey(source: RecordSource, check: CheckRecord | None = None) -> Survey:
-    """Survey the records that `looked_at` yields, in order. check: called with each of them."""
+    """Survey the records of `sampled_records`, in order. check: called with each of them."""
     digest, references = _Digest(len(source)), []
-    for number, record in zip(_surveyed(source), looked_at(source), strict=True):
+    for number, record in zip(_sampled_indices(source), sampled_records(source), strict=True):
         if check is not None:
             check(prompt_of(record, number, -1))
         digest.add(_content(record))
@@ -335,20 +335,20 @@ def survey(source: RecordSource, check: CheckRecord | None = None) -> Survey:
 def digest_of(examples: Indexed[object]) -> str:
     """Return the digest of tokenized examples: tuples or records of arrays, or None."""
     digest = _Digest(len(examples))
-    for example in looked_at(examples):
+    for example in sampled_records(examples):
         kept = is_dataclass(example) and {f.name: getattr(example, f.name) for f in fields(example)}
         digest.add(kept or example)
     return digest.text
 
 
-def looked_at(source: Indexed[T_co]) -> Iterator[T_co]:
+def sampled_records(source: Indexed[T_co]) -> Iterator[T_co]:
     """Yield all records if they are in memory, else SAMPLED records including the first and
     last."""
-    return (source[index] for index in _surveyed(source))
+    return (source[index] for index in _sampled_indices(source))
 
 
-def _surveyed(source: Indexed[object]) -> Sequence[int]:
-    """Return the indices of the records that `looked_at` yields."""
+def _sampled_indices(source: Indexed[object]) -> Sequence[int]:
+    """Return the indices of the records that `sampled_records` yields."""
     count = len(source)
     if getattr(source, "in_memory", isinstance(source, list | tuple)) or count <= SAMPLED:
         return range(count)

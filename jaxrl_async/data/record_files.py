@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl_async.data.chat_formats.chat_messages import without_filled
+from jaxrl_async.data.chat_formats.chat_messages import without_nulls
 from jaxrl_async.data.hub import hub_records, hub_rows
 from jaxrl_async.errors import DataError, MissingExtraError, extra_module
 
@@ -380,7 +380,7 @@ def _table_row(table: Path, number: int, fields: Mapping[str, object], left_out:
         if name in left_out:
             continue
         try:
-            plain[name] = without_filled(_plain(value, MAX_DEPTH))
+            plain[name] = without_nulls(_plain(value, MAX_DEPTH))
         except _NotPlain as error:
             left_out.add(name)
             _warn_of_column(str(table), name, str(error))

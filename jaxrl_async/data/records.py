@@ -26,7 +26,7 @@ from jaxrl_async.data.chat_formats.chat_messages import (
     record_tools,
     with_system_prompt,
 )
-from jaxrl_async.data.images import taken_images
+from jaxrl_async.data.images import take_images
 from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows
 from jaxrl_async.data.tokenizer import BARE, Tokenizer, check_template
 from jaxrl_async.errors import ConfigError, DataError, TextTooLong
@@ -210,7 +210,7 @@ class RecordReader:
                 columns=fields,
             )
         try:
-            prompt, images = taken_images(prompt, self._tokenizer.images)
+            prompt, images = take_images(prompt, self._tokenizer.images)
         except DataError as error:
             raise BadRecord(Bad.MESSAGES, str(error)) from None
         messages = self._conversation(prompt)
@@ -257,7 +257,7 @@ class RecordReader:
             return value
         text = field_text(value)
         if text is None:
-            raise BadRecord(Bad.FIELD, lacking(fields, names))
+            raise BadRecord(Bad.FIELD, missing_columns(fields, names))
         messages = section.messages_field
         if messages not in (None, section.prompt_field) and value is fields.get(messages):
             raise BadRecord(
@@ -349,7 +349,7 @@ class RecordReader:
         answer = field_text(value)
         reference = reference_of(value, answer, section.answer_mark)
         if reference is None or (self._taught and answer is None):
-            raise BadRecord(Bad.FIELD, lacking(fields, [name]))
+            raise BadRecord(Bad.FIELD, missing_columns(fields, [name]))
         if self._graded and not reference.strip():
             raise BadRecord(Bad.NO_ANSWER)
         return answer, reference
@@ -475,7 +475,7 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
     return records[:-size] if split == "train" else records[-size:]
 
 
-def lacking(fields: Mapping[str, object], names: Iterable[str | None]) -> str:
+def missing_columns(fields: Mapping[str, object], names: Iterable[str | None]) -> str:
     """Describe which columns were expected, and which exist."""
     wanted = " or ".join(repr(str(name)) for name in names if name is not None)
     return f"expected {wanted}, the columns are {', '.join(map(repr, list(fields)[:8]))}"

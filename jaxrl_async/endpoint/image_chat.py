@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.data.images import ImageStore, taken_images
+from jaxrl_async.data.images import ImageStore, take_images
 from jaxrl_async.errors import DataError
 from jaxrl_async.ports.rollout import ChatFormat, TurnMarks
 from jaxrl_async.types import IntArray, Message
@@ -65,7 +65,7 @@ class ImageChat:
         self, messages: Sequence[Message], write: Callable[[Any], IntArray | None]
     ) -> IntArray | None:
         """Return the tokens of messages, with the ids of their images. Raises DataError."""
-        texts, images = taken_images(messages, self._store)
+        texts, images = take_images(messages, self._store)
         if len(self._store) > MAX_IMAGES:
             raise DataError(
                 f"the server has read {MAX_IMAGES} different images, the most that it keeps. "

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxrl_async.data.addresses import folder_here
+from jaxrl_async.data.addresses import local_folder
 from jaxrl_async.later import Later
 from jaxrl_async.mesh import (
     TRAINER_RULES,
@@ -114,7 +114,7 @@ class Policy:
             ask_for_cpu_devices()
         if decoder is not None:
             load_code(decoder, "Policy.from_pretrained: decoder")
-        folder = folder_here(str(folder), "folder")
+        folder = local_folder(str(folder), "folder")
         spec, generation = load_spec(folder), load_generation(folder)
         stored = stored_types(folder, weight_table(spec)) if dtype is None else {}
         dtype = jnp.float32 if dtype is None else dtype

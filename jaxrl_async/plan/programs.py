@@ -16,7 +16,7 @@ from jaxrl_async.algorithms.columns import COLUMNS, DeviceBatch
 from jaxrl_async.algorithms.objective import Coefficients, pass_columns
 from jaxrl_async.algorithms.preflight import try_own_loss
 from jaxrl_async.config import schema
-from jaxrl_async.data.addresses import folder_here
+from jaxrl_async.data.addresses import local_folder
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mesh import TRAINER_RULES, shapes_on, shardings
 from jaxrl_async.model.decoder import TokenRows
@@ -98,7 +98,7 @@ def spec_of(config: schema.Config) -> ModelSpec:
     """Return the model that the configuration names. Raises CheckpointError, ConfigError."""
     path = config.model.path
     if path is not None:
-        folder = folder_here(path, "model.path", "config")
+        folder = local_folder(path, "model.path", "config")
         return decoder_of(str(folder), config.model.decoder)
     vocab = config.model.architecture.vocab
     if vocab is None:

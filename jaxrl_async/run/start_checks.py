@@ -13,7 +13,7 @@ from jaxrl_async.config.schema import AlgorithmSection, Config, each_of, name_of
 from jaxrl_async.config.several import merged, runs_of
 from jaxrl_async.config.task_section import section_of_task
 from jaxrl_async.config.userfile import is_own, load_function
-from jaxrl_async.data.addresses import folder_here, is_address, is_elsewhere
+from jaxrl_async.data.addresses import is_address, is_remote, local_folder
 from jaxrl_async.data.hub import hub_records, is_hub_name, records_folder
 from jaxrl_async.errors import ConfigError, naming
 from jaxrl_async.later import Later
@@ -112,8 +112,8 @@ def _fetched(
     """
     tree: dict[str, Any] = {}
     for setting, path, kind in (found for found in _read(config) if found[2] in kinds):
-        if is_address(path) or (kind != "dataset" and is_elsewhere(path)):
-            _put(tree, _names(setting), folder_here(path, of_run + setting, kind))
+        if is_address(path) or (kind != "dataset" and is_remote(path)):
+            _put(tree, _names(setting), local_folder(path, of_run + setting, kind))
         elif kind == "dataset" and (records := hub_records(path)) is not None:
             records_folder(records, of_run + setting)
     for section in tree.keys() & NAMED:  # whole, since `merged` replaces them

@@ -23,7 +23,7 @@ from jaxrl_async.data.chat_formats.chat_messages import (
     as_messages,
     checked_messages,
     record_tools,
-    without_filled,
+    without_nulls,
 )
 from jaxrl_async.data.record_files import Bad, BadRecord, parse_rows
 from jaxrl_async.data.records import held_out_of
@@ -145,7 +145,7 @@ def _conversation(columns: Mapping[str, object]) -> GivenConversation:
     if "messages" not in columns:
         raise BadRecord(Bad.FIELD, "messages")
     try:
-        messages = checked_messages(without_filled(as_messages(columns["messages"])))
+        messages = checked_messages(without_nulls(as_messages(columns["messages"])))
     except DataError as error:
         raise BadRecord(Bad.MESSAGES, str(error)) from None
     try:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_async.data.addresses import argument_here
+from jaxrl_async.data.addresses import local_argument
 from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
 from jaxrl_async.help_format import command_parser
 from jaxrl_async.view.page_server import ViewServer
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         server = made_server(
-            [argument_here(run, "records of a run") for run in args.runs], args.host, args.port
+            [local_argument(run, "records of a run") for run in args.runs], args.host, args.port
         )
     except JaxrlError as error:
         return exit_code_after(error)

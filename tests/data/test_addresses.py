@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl_async.config.load import load
 from jaxrl_async.data import addresses
-from jaxrl_async.data.addresses import cache_root, copied_here, is_address
+from jaxrl_async.data.addresses import cache_root, copy_locally, is_address
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.run.start_checks import check_paths, with_hub_folders
 
@@ -57,22 +57,22 @@ def test_a_path_of_this_machine_is_none(path):
 
 
 def test_a_model_is_copied_without_what_is_no_part_of_it_and_only_once(bucket, cache, monkeypatch):
-    folder = copied_here("memory://bucket/model", "model.path")
+    folder = copy_locally("memory://bucket/model", "model.path")
     assert folder.name == "model" and inside(folder) == {"config.json", "model.safetensors"}
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     with monkeypatch.context() as patch:
         patch.setattr(addresses, "_copy", None)
-        assert copied_here("memory://bucket/model/", "model.path") == folder
+        assert copy_locally("memory://bucket/model/", "model.path") == folder
     bucket.pipe("/bucket/model/model.safetensors", b"other weights")
-    other = copied_here("memory://bucket/model", "model.path")
+    other = copy_locally("memory://bucket/model", "model.path")
     assert (other / "model.safetensors").read_bytes() == b"other weights"
     assert (folder / "model.safetensors").read_bytes() == b"weights", "a run may still read it"
-    assert inside(copied_here("memory://bucket/model", "x", "config")) == {"config.json"}
+    assert inside(copy_locally("memory://bucket/model", "x", "config")) == {"config.json"}
 
 
 def test_records_are_a_file_or_all_below_a_folder(bucket):
-    assert inside(copied_here("memory://bucket/data", "x", "dataset")) == {"a/1.jsonl", "2.jsonl"}
-    file = copied_here("memory://bucket/data/a/1.jsonl", "x", "dataset")
+    assert inside(copy_locally("memory://bucket/data", "x", "dataset")) == {"a/1.jsonl", "2.jsonl"}
+    file = copy_locally("memory://bucket/data/a/1.jsonl", "x", "dataset")
     assert file.name == "1.jsonl" and json.loads(file.read_text())["answer"] == "2"
 
 
@@ -82,7 +82,7 @@ def test_a_copy_that_fails_leaves_nothing(bucket, cache, monkeypatch):
 
     monkeypatch.setattr(type(bucket), "get_file", full)
     with pytest.raises(ConfigError, match=r"model\.path = 'memory://bucket/model'.*No space left"):
-        copied_here("memory://bucket/model", "model.path")
+        copy_locally("memory://bucket/model", "model.path")
     assert not list(cache.iterdir())
 
 
@@ -91,7 +91,7 @@ def test_what_a_killed_copy_has_left_is_removed_and_one_under_way_is_not(bucket,
         left = cache / f"{addresses.UNFINISHED}{name}"
         (left / "model").mkdir(parents=True)
         os.utime(left, (time.time() - age_s,) * 2)
-    copied_here("memory://bucket/model", "model.path")
+    copy_locally("memory://bucket/model", "model.path")
     assert {p.name for p in cache.glob(".*")} == {f"{addresses.UNFINISHED}new"}
 
 
@@ -105,7 +105,7 @@ def test_what_a_killed_copy_has_left_is_removed_and_one_under_way_is_not(bucket,
 )
 def test_what_cannot_be_had_is_refused_with_what_to_do(bucket, address, message):
     with pytest.raises(ConfigError, match=rf"model\.path = '{address}'.*{message}"):
-        copied_here(address, "model.path")
+        copy_locally(address, "model.path")
 
 
 def test_a_name_that_leads_out_of_the_copy_is_refused(bucket, cache, monkeypatch):
@@ -113,7 +113,7 @@ def test_a_name_that_leads_out_of_the_copy_is_refused(bucket, cache, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(type(bucket), "find", lambda *args, **more: names)
         with pytest.raises(ConfigError, match=r"'\.\./\.\./x\.jsonl' is outside the folder"):
-            copied_here("memory://bucket/data", "data.jsonl.path", "dataset")
+            copy_locally("memory://bucket/data", "data.jsonl.path", "dataset")
     assert not cache.exists()
 
 
@@ -123,7 +123,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", without)
     with pytest.raises(ConfigError, match=r"pip install gcsfs, or copy it here"):
-        copied_here("gs://bucket/model", "model.path")
+        copy_locally("gs://bucket/model", "model.path")
 
 
 def test_a_configuration_gets_paths_of_this_machine(bucket, tmp_path):
@@ -159,10 +159,10 @@ def test_a_file_comes_over_http(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/x.jsonl"
-        file = copied_here(address, "data.jsonl.path", "dataset")
-        signed = copied_here(address + "?signature=a/b", "data.jsonl.path", "dataset")
+        file = copy_locally(address, "data.jsonl.path", "dataset")
+        signed = copy_locally(address + "?signature=a/b", "data.jsonl.path", "dataset")
         (tmp_path / "served" / "x.jsonl").write_text('{"question": "another"}\n')
-        other = copied_here(address, "data.jsonl.path", "dataset")
+        other = copy_locally(address, "data.jsonl.path", "dataset")
         server.shutdown()
     assert file.read_text() == signed.read_text() == '{"question": "?"}\n'
     assert other.read_text() == '{"question": "another"}\n', "it has changed there"

@@ -20,7 +20,7 @@ from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.chat_formats.chat_messages import as_messages, tools_in
 from jaxrl_async.data.examples import ExampleStream
 from jaxrl_async.data.preferences import read_preferences
-from jaxrl_async.data.prompts import SAMPLED, PromptStream, looked_at
+from jaxrl_async.data.prompts import SAMPLED, PromptStream, sampled_records
 from jaxrl_async.data.records import digits_of, read_records
 from jaxrl_async.data.tokenizer import character_tokenizer, chat_tokenizer
 from jaxrl_async.errors import DataError, RolloutError
@@ -443,9 +443,9 @@ def test_records_that_are_made_on_demand_are_looked_at_in_part():
         def __getitem__(self, index):
             return index
 
-    found = list(looked_at(Made()))
+    found = list(sampled_records(Made()))
     assert len(found) == SAMPLED and found[0] == 0 and found[-1] == 10**6 - 1
-    assert list(looked_at(list(range(1000)))) == list(range(1000))
+    assert list(sampled_records(list(range(1000)))) == list(range(1000))
 
 
 # ---- tools of a task's records

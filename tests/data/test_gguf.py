@@ -19,7 +19,7 @@ import jaxrl_async as jr  # noqa: E402
 from jaxrl_async.command.export import main as export  # noqa: E402
 from jaxrl_async.config.load import load  # noqa: E402
 from jaxrl_async.data import gguf_file  # noqa: E402
-from jaxrl_async.data.addresses import folder_here  # noqa: E402
+from jaxrl_async.data.addresses import local_folder  # noqa: E402
 from jaxrl_async.data.chat import chat_format  # noqa: E402
 from jaxrl_async.data.gguf_file import SUPPORTED_TYPES  # noqa: E402
 from jaxrl_async.data.tokenizer import load_tokenizer  # noqa: E402
@@ -65,9 +65,9 @@ def in_package(folder: Path, file: Path, monkeypatch) -> str:
 
 
 def test_the_folder_of_a_file_is_made_once_and_names_it(file, cache):
-    folder = folder_here(str(file), "model.path")
+    folder = local_folder(str(file), "model.path")
     before = (folder / "config.json").stat().st_mtime_ns
-    assert folder_here(str(file), "model.path") == folder == cache / folder.parent.name / "tiny"
+    assert local_folder(str(file), "model.path") == folder == cache / folder.parent.name / "tiny"
     assert (folder / "config.json").stat().st_mtime_ns == before
     assert [p.name for p in cache.iterdir()] == [folder.parent.name], "nothing unfinished is left"
     assert sum(p.stat().st_size for p in folder.iterdir()) < 100_000, "no weights are copied"
@@ -76,11 +76,11 @@ def test_the_folder_of_a_file_is_made_once_and_names_it(file, cache):
 
 
 def test_a_folder_without_its_pointer_is_made_anew(file, cache):
-    folder = folder_here(str(file), "model.path")
+    folder = local_folder(str(file), "model.path")
     before = sorted(p.name for p in folder.iterdir())
     (folder / "gguf.json").unlink()
     (folder / "config.json").write_text("{")
-    assert folder_here(str(file), "model.path") == folder
+    assert local_folder(str(file), "model.path") == folder
     assert sorted(p.name for p in folder.iterdir()) == before
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     assert [p.name for p in cache.iterdir()] == [folder.parent.name], "nothing unfinished is left"
@@ -90,16 +90,16 @@ def test_a_cache_that_cannot_be_written_is_refused_with_the_way_out(file, tmp_pa
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file/cache"))
     with pytest.raises(ConfigError, match=r"model\.path = .+tiny\.gguf.+file/cache.+Set XDG_CACHE"):
-        folder_here(str(file), "model.path")
+        local_folder(str(file), "model.path")
 
 
 def test_a_file_that_has_changed_gets_another_folder_and_the_old_one_is_refused(tmp_path, file):
     own = tmp_path / "own.gguf"
     own.write_bytes(file.read_bytes())
-    old = folder_here(str(own), "model.path")
+    old = local_folder(str(own), "model.path")
     Policy.from_pretrained(old)
     own.write_bytes(file.read_bytes() + b"\0")
-    assert folder_here(str(own), "model.path") != old
+    assert local_folder(str(own), "model.path") != old
     with pytest.raises(CheckpointError, match=r"has changed since.+Restore the original file"):
         Policy.from_pretrained(old)
     own.unlink()
@@ -117,7 +117,8 @@ def test_every_setting_of_a_model_takes_a_file_and_one_of_a_package(tmp_path, fi
     assert "a_model" not in sys.modules
     whole, other = Policy.from_pretrained(file), Policy.from_pretrained(inside)
     assert np.array_equal(whole.params["embed"], other.params["embed"])
-    assert folder_here(inside.replace("_", "-"), "model.path") == folder_here(inside, "model.path")
+    dashed = inside.replace("_", "-")
+    assert local_folder(dashed, "model.path") == local_folder(inside, "model.path")
     copied = Policy.from_pretrained(f"file://{file}")
     assert np.array_equal(whole.params["embed"], copied.params["embed"])
 
@@ -128,7 +129,7 @@ def test_a_package_without_that_file_is_refused_with_those_that_it_has(
 ):
     in_package(tmp_path, file, monkeypatch)
     with pytest.raises(ConfigError, match=r"NAME/FILE\.gguf; the package has tiny\.gguf\."):
-        folder_here(path, "model.path")
+        local_folder(path, "model.path")
 
 
 def test_what_is_not_there_is_refused_with_what_to_do(tmp_path, file, monkeypatch):
@@ -145,7 +146,7 @@ def test_what_is_not_there_is_refused_with_what_to_do(tmp_path, file, monkeypatc
     monkeypatch.setitem(sys.modules, "gguf", None)
     gguf_file._read.cache_clear()
     with pytest.raises(MissingExtraError, match=r"pip install 'jaxrl_async\[gguf\]'"):
-        folder_here(str(file), "model.path")
+        local_folder(str(file), "model.path")
 
 
 def test_a_file_that_is_torn_or_in_parts_or_of_other_types_is_refused(tmp_path, file):
@@ -209,7 +210,7 @@ def test_tokens_are_those_of_transformers_own_reading(tokenizer, pre, tmp_path):
         tokenizer(writer, pre) if pre else tokenizer(writer)
 
     path = write_gguf(tmp_path / "model.gguf", tiny_llama(400), tokenizer=written)
-    ours = load_tokenizer(folder_here(str(path), "model.path"))
+    ours = load_tokenizer(local_folder(str(path), "model.path"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     for text in TEXTS:
         expected = theirs.encode(text, add_special_tokens=False)
@@ -223,7 +224,7 @@ def test_tokens_are_those_of_transformers_own_reading(tokenizer, pre, tmp_path):
 
 def test_a_split_into_single_digits_is_kept(file):
     """SmolLM's: transformers 5.23 reads the file as if digits were split as GPT-2 splits them."""
-    tokenizer = load_tokenizer(folder_here(str(file), "model.path"))
+    tokenizer = load_tokenizer(local_folder(str(file), "model.path"))
     assert tokenizer.decode_all(tokenizer.encode("12")) == "12"
     assert len(tokenizer.encode("12")) == 2, "though 1 and 2 would merge"
     spaces = [tokenizer.token_text(i) for i in tokenizer.encode("a  7")]
@@ -234,7 +235,7 @@ def test_a_tokenizer_that_is_not_known_is_left_out_and_logged(tmp_path, caplog):
     path = write_gguf(
         tmp_path / "m.gguf", tiny_llama(), tokenizer=lambda w: byte_level(w, "viking")
     )
-    folder = folder_here(str(path), "model.path")
+    folder = local_folder(str(path), "model.path")
     assert "pre-tokenizer is 'viking'" in caplog.text and "Set data.tokenizer" in caplog.text
     with pytest.raises(DataError, match=r"no tokenizer\.json here\. Point data\.tokenizer"):
         load_tokenizer(folder)
@@ -249,7 +250,7 @@ def test_a_tokenizer_whose_merges_do_not_fit_its_tokens_is_left_out(merge, tmp_p
         writer.add_token_merges([merge])
 
     path = write_gguf(tmp_path / "m.gguf", tiny_llama(), tokenizer=written)
-    folder_here(str(path), "model.path")
+    local_folder(str(path), "model.path")
     assert f"{path}: its tokenizer has the merge {merge!r}, but no token" in caplog.text
 
 
@@ -265,7 +266,7 @@ def test_a_second_end_token_ends_answers_too(tmp_path):
 
 @pytest.mark.parametrize("num", [1, 3])
 def test_messages_are_written_as_transformers_does_and_turns_are_appended(num, file):
-    folder = folder_here(str(file), "model.path")
+    folder = local_folder(str(file), "model.path")
     tokenizer = load_tokenizer(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(TALK[:num], tokenize=False, add_generation_prompt=True)
@@ -291,7 +292,7 @@ def test_an_export_is_a_folder_that_transformers_loads(file, tmp_path, capsys, m
     with torch.no_grad():
         np.testing.assert_allclose(model(ids).logits, tiny_llama()(ids).logits, atol=1e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    own = load_tokenizer(folder_here(str(file), "x"))
+    own = load_tokenizer(local_folder(str(file), "x"))
     assert tokenizer.chat_template == own.hf.chat_template
     for text in TEXTS:
         assert tokenizer.encode(text, add_special_tokens=False) == own.encode(text).tolist()
@@ -337,7 +338,7 @@ def test_a_run_from_a_file_learns_saves_and_is_exported(base, tmp_path):
         assert export([str(run.path), str(out), *arguments]) == 0
         assert jr.generate(out, **options) == answer
         loaded = transformers.AutoTokenizer.from_pretrained(out)
-        theirs = load_tokenizer(folder_here(str(path), "x"))
+        theirs = load_tokenizer(local_folder(str(path), "x"))
         assert loaded.chat_template == theirs.hf.chat_template
         assert loaded.get_vocab() == theirs.hf.get_vocab()
         transformers.AutoModelForCausalLM.from_pretrained(out)

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from jaxrl_async.data.images import file_of, opened, taken_images
+from jaxrl_async.data.images import file_of, opened, take_images
 from jaxrl_async.errors import DataError
 
 pytestmark = pytest.mark.full
@@ -61,5 +61,5 @@ def test_bytes_in_base64_are_an_image_as_transformers_has_it() -> None:
 
     store, text = Store(), base64.b64encode(png(photo())).decode()
     part = {"type": "image", "base64": text}
-    taken, images = taken_images([{"role": "user", "content": [part]}], store)
+    taken, images = take_images([{"role": "user", "content": [part]}], store)
     assert taken[0]["content"] == "<image>" and images == [0] and store.content == png(photo())

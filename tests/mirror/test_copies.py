@@ -18,7 +18,7 @@ from jaxrl_async import audit, serve
 from jaxrl_async.audit import audit_run
 from jaxrl_async.command import export
 from jaxrl_async.config.run_section import RunSection
-from jaxrl_async.data.addresses import argument_here
+from jaxrl_async.data.addresses import local_argument
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.mirror import copy_thread
@@ -256,7 +256,7 @@ def test_the_records_of_a_copy_are_read_without_its_checkpoints(run, memory, cac
     (folder_of(run) / "policy").mkdir()
     (folder_of(run) / "policy/model.safetensors").write_text("weights")
     mirror_of(run)[0].update()
-    here = argument_here(f"{ADDRESS}/a", "records of a run")
+    here = local_argument(f"{ADDRESS}/a", "records of a run")
     found = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file()}
     assert found == {"config.yaml", "metrics.jsonl", OWNER}
     assert audit.main([f"{ADDRESS}/a"]) == 2  # it has no ledger

@@ -28,7 +28,7 @@ pytestmark = [
 
 import jaxrl_async as jr  # noqa: E402
 from jaxrl_async.config.schema import SamplerSection  # noqa: E402
-from jaxrl_async.data.addresses import folder_here  # noqa: E402
+from jaxrl_async.data.addresses import local_folder  # noqa: E402
 from jaxrl_async.data.chat import chat_format  # noqa: E402
 from jaxrl_async.model.frozen_base import BaseForm, restored_params  # noqa: E402
 from jaxrl_async.model.policy import Policy  # noqa: E402
@@ -65,7 +65,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(cache: None) -> Path:
-    return folder_here(SMOLLM2, "model.path")
+    return local_folder(SMOLLM2, "model.path")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_async.config import schema
 from jaxrl_async.data.chat_formats.template_format import TemplateFormat
-from jaxrl_async.data.images import ImageForm, ImageStore, image_preparation, taken_images
+from jaxrl_async.data.images import ImageForm, ImageStore, image_preparation, take_images
 from jaxrl_async.data.tokenizer import load_tokenizer
 from jaxrl_async.errors import CheckpointError, RolloutError
 from jaxrl_async.model.decoder import TokenRows, output_head, settings_on, token_states
@@ -120,7 +120,7 @@ def ours_of(folder: Path, messages: list[dict], store: ImageStore) -> np.ndarray
     """Return the token ids of a conversation, as a run reads it."""
     tokenizer = load_tokenizer(folder)
     tokenizer.images = store
-    texts, numbers = taken_images(messages, store)
+    texts, numbers = take_images(messages, store)
     return store.named(TemplateFormat(tokenizer).opening(texts, ()), numbers)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from whole_rows import logprobs_of
 
 from jaxrl_async.config.schema import Config, NamedTeacher
-from jaxrl_async.data.addresses import folder_here
+from jaxrl_async.data.addresses import local_folder
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from jaxrl_async.errors import EndpointMisset
@@ -468,7 +468,7 @@ def test_a_real_tokenizer_is_aligned_with_a_small_one(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    smollm2 = load_tokenizer(folder_here(SMOLLM2, "model.path"))
+    smollm2 = load_tokenizer(local_folder(SMOLLM2, "model.path"))
     talk = "Of course! 17 + 25 = 42.\n\n```python\nprint('naïve 数学 🙂')\n```"
     for own, other in (
         (smollm2, llama3_tokenizer()),

@@ -77,7 +77,7 @@ def record_tools(
         raise DataError(f"the column {name!r}: {error}") from None
 
 
-def without_filled(value: object) -> Any:
+def without_nulls(value: object) -> Any:
     """Return chat messages of a table without the keys that have no value. Tables add to each
     message, and to each call's arguments, all keys that others have. Any other value is returned
     unchanged."""
