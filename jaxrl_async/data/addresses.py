@@ -103,7 +103,7 @@ def copy_locally(address: str, setting: str, kind: str = "model") -> Path:
     Raises ConfigError if it cannot be read.
     """
     address = address.rstrip("/")
-    files, system, root = _listed(address, setting, kind)
+    files, system, root = _list_files(address, setting, kind)
     content = json.dumps([address, kind, sorted(files.items())])
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     parent = cache_root() / digest
@@ -113,11 +113,11 @@ def copy_locally(address: str, setting: str, kind: str = "model") -> Path:
         try:
             _copy(system, root, files, parent, target.name)
         except Exception as error:  # each file system has its own error types
-            raise _unreachable(address, setting, error) from error
+            raise _unreachable_error(address, setting, error) from error
     return target
 
 
-def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any, str]:
+def _list_files(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any, str]:
     """Return the files to copy, as {name below the address: signature of its content}, with the
     file system and its path. The name of a single file is empty."""
     fsspec = importlib.import_module("fsspec")
@@ -126,14 +126,14 @@ def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any,
         root = root.rstrip("/")
         system.invalidate_cache()
         if system.isfile(root):
-            return {"": _sign(system.info(root))}, system, root
+            return {"": _fingerprint(system.info(root))}, system, root
         paths = system.find(root, detail=True)  # with sizes, times and checksums, if available
-        inside = {path[len(root) :].lstrip("/"): _sign(info) for path, info in paths.items()}
+        inside = {path[len(root) :].lstrip("/"): _fingerprint(info) for path, info in paths.items()}
         files = {name: sign for name, sign in inside.items() if _is_needed(name, kind)}
         if wrong := [name for name in files if ".." in name.split("/")]:
             raise ValueError(f"the name {wrong[0]!r} is outside the folder")
     except Exception as error:
-        raise _unreachable(address, setting, error) from error
+        raise _unreachable_error(address, setting, error) from error
     if not files:
         what = (
             "nothing" if not inside or kind not in WANTED else f"none of {', '.join(WANTED[kind])}"
@@ -142,7 +142,7 @@ def _listed(address: str, setting: str, kind: str) -> tuple[dict[str, str], Any,
     return files, system, root
 
 
-def _sign(info: Mapping[str, object]) -> str:
+def _fingerprint(info: Mapping[str, object]) -> str:
     """Return a signature of a file's content: size, times and checksums, if available. It excludes
     the redirect target of an address, which may differ each time."""
     return str({name: value for name, value in info.items() if name != "url"})
@@ -186,7 +186,7 @@ def _copy(system: Any, root: str, files: dict[str, str], parent: Path, last: str
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _unreachable(address: str, setting: str, error: Exception) -> ConfigError:
+def _unreachable_error(address: str, setting: str, error: Exception) -> ConfigError:
     """Return an error with a remedy."""
     match = ADDRESS.fullmatch(address)
     scheme = match[1] if match else ""

@@ -82,8 +82,8 @@ def chat_format(
         MissingExtraError: a renderer is named but the extra [chat] is not installed.
     """
     if setting not in ("auto", "template") and not setting.endswith(".jinja"):
-        return _named(tokenizer, setting, arguments, keeps_thinking)
-    name = _fitting(tokenizer, model) if setting == "auto" else None
+        return _renderer_by_name(tokenizer, setting, arguments, keeps_thinking)
+    name = _matching_renderer(tokenizer, model) if setting == "auto" else None
     if name is not None:
         try:
             chosen = renderer_format.RendererFormat(
@@ -126,7 +126,7 @@ def chat_format_of(data: DataSection, tokenizer: Tokenizer) -> TeachableFormat:
     )
 
 
-def _named(
+def _renderer_by_name(
     tokenizer: Tokenizer, name: str, arguments: Mapping[str, object] | None, keeps_thinking: bool
 ) -> TeachableFormat:
     names = renderer_format.renderer_names()
@@ -140,7 +140,7 @@ def _named(
     )
 
 
-def _fitting(tokenizer: Tokenizer, model: Path | None) -> str | None:
+def _matching_renderer(tokenizer: Tokenizer, model: Path | None) -> str | None:
     """Return the renderer that matches the tokenizer's own template; None: there is no such
     renderer."""
     candidates = RENDERERS_OF_MODELS.get(_model_type(model), ())

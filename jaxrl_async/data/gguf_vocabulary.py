@@ -167,8 +167,8 @@ def _merge(merge: str, ids: Mapping[str, int]) -> tuple[str, str]:
 
 def _sentence_piece(file: GgufFile, words: _Words) -> Backend:
     """Return a SentencePiece BPE tokenizer."""
-    texts = [_spelt(text) for text in words.texts]
-    ids = {_spelt(text): number for text, number in words.ids().items()}
+    texts = [_spelling(text) for text in words.texts]
+    ids = {_spelling(text): number for text, number in words.ids().items()}
     scores: list[float] = file.metadata["tokenizer.ggml.scores"]
     if file.architecture.startswith("gemma"):  # its scores are not in merge order
         scores = [-float(number) for number in range(len(texts))]
@@ -192,7 +192,7 @@ def _sentence_piece(file: GgufFile, words: _Words) -> Backend:
     return backend
 
 
-def _spelt(text: str) -> str:
+def _spelling(text: str) -> str:
     """Return a token in the tokenizer's spelling: files contain tokens of only spaces as spaces."""
     return SPACE * len(text) if text and not text.strip(" ") else text
 

@@ -173,10 +173,10 @@ def take_images(messages: object, store: ImageStore | None) -> tuple[Any, list[i
     if store is None or not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages, []
     images: list[int] = []
-    return [_taken(m, f"message {i}", store, images) for i, m in enumerate(messages)], images
+    return [_take(m, f"message {i}", store, images) for i, m in enumerate(messages)], images
 
 
-def _taken(message: Any, where: str, store: ImageStore, images: list[int]) -> Any:
+def _take(message: Any, where: str, store: ImageStore, images: list[int]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list) or not any(map(_is_image, content)):
         return message
@@ -290,8 +290,8 @@ def image_preparation(folder: Path, size: int) -> Callable[[Any], Pixels]:
             "do_pan_and_scan=false in preprocessor_config.json."
         )
 
-    def prepared(image: object) -> Pixels:
+    def prepare(image: object) -> Pixels:
         made = processor(images=[image], return_tensors="np")["pixel_values"]
         return np.asarray(made[0], np.float32)
 
-    return prepared
+    return prepare

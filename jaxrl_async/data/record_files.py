@@ -211,7 +211,7 @@ def _unpacked_beginning(path: Path) -> bytes:
     if not _first_bytes(path):
         return b""
     try:
-        with _opened(path) as file:
+        with _open_file(path) as file:
             return bytes(file.read(64))
     except (OSError, EOFError, zlib.error, lzma.LZMAError):
         return b""
@@ -241,7 +241,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes | BadRecord]]:
         if not Path(path).is_file():  # reading a pipe would block forever
             kind = "is not a file" if Path(path).exists() else "does not exist"
             raise DataError(f"{path}: {kind}; cannot be read. Give a file of JSON lines.")
-        with _opened(Path(path)) as file:
+        with _open_file(Path(path)) as file:
             for number in itertools.count(1):
                 line = file.readline(MAX_LINE_BYTES + 1)
                 if not line:
@@ -257,7 +257,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, bytes | BadRecord]]:
         raise DataError(f"{path}: cannot be read: {error}. Give a file of JSON lines.") from None
 
 
-def _opened(path: Path) -> Any:
+def _open_file(path: Path) -> Any:
     """Open a file of lines, decompressing it while reading."""
     begins = _first_bytes(path)
     module = next((name for mark, name in PACKED.items() if begins.startswith(mark)), None)
@@ -271,14 +271,14 @@ def _checked_object(line: bytes) -> dict[str, Any] | BadRecord:
         return error
 
 
-class _Twice(ValueError):
+class _DuplicateKey(ValueError):
     """A key appears twice in one object."""
 
 
-def _once(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
+def _unique_keys(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise _Twice
+        raise _DuplicateKey
     return fields
 
 
@@ -288,10 +288,10 @@ def parse_object(line: bytes) -> dict[str, Any]:
     Raises BadRecord.
     """
     try:
-        fields = json.loads(line.decode("utf-8"), object_pairs_hook=_once)
+        fields = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys)
     except UnicodeDecodeError:
         raise BadRecord(Bad.ENCODING) from None
-    except _Twice:
+    except _DuplicateKey:
         raise BadRecord(Bad.TWICE) from None
     except (ValueError, RecursionError):
         raise BadRecord(Bad.JSON) from None
@@ -325,7 +325,7 @@ def _tables(source: Path, batches: Batches, files: list[Path]) -> Iterator[Row]:
             for batch in batches(file):
                 _check_names(file, batch.schema.names)
                 for column in batch.schema:
-                    if (holds := _unheld(column.type)) and column.name not in left_out:
+                    if (holds := _unsupported(column.type)) and column.name not in left_out:
                         left_out.add(column.name)
                         _warn_of_column(str(source), column.name, holds)
                 for fields in batch.to_pylist():
@@ -360,12 +360,12 @@ def _warn_of_column(source: str, name: str, holds: str) -> None:
     )
 
 
-def _unheld(kind: Any) -> str:
+def _unsupported(kind: Any) -> str:
     """Return the unsupported value type in any part of an Arrow type, or ''."""
     inner = [kind.field(i).type for i in range(kind.num_fields)]
     inner += [kind.value_type] if str(kind).startswith("dictionary") else []
     own = next((held for name, held in UNHELD.items() if name in str(kind)), "")
-    return next(filter(None, map(_unheld, inner)), "") if inner else own
+    return next(filter(None, map(_unsupported, inner)), "") if inner else own
 
 
 UNHELD: Mapping[str, str] = {"binary": "a bytes", "duration": "a timedelta"}

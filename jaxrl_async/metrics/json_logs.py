@@ -74,7 +74,7 @@ def logs_as(form: str, **labels: str) -> Iterator[None]:
     before = logging.getLogRecordFactory()
     logging.setLogRecordFactory(EscapedRecord)
     try:
-        with _written_as(form, **labels):
+        with _write_as(form, **labels):
             yield
     finally:
         logging.setLogRecordFactory(before)
@@ -158,7 +158,7 @@ class EscapedRecord(logging.LogRecord):
 
 
 @contextmanager
-def _written_as(form: str, **labels: str) -> Iterator[None]:
+def _write_as(form: str, **labels: str) -> Iterator[None]:
     global _active
     if form != "json":
         yield

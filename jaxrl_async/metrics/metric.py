@@ -88,10 +88,10 @@ def merge(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, float]:
             kind = metric_of(key).kind
             assert isinstance(value, kind), f"metric {key!r} is a {kind.__name__}, got {value!r}"
             grouped.setdefault(key, []).append(value)
-    return {key: reduce(_merged, values).value for key, values in grouped.items()}
+    return {key: reduce(_merge_two, values).value for key, values in grouped.items()}
 
 
-def _merged(a: Any, b: Any) -> Any:
+def _merge_two(a: Any, b: Any) -> Any:
     return a.merge(b)
 
 

@@ -127,7 +127,7 @@ def numbered_lines(path: Path) -> list[tuple[int, dict[str, Any] | None]]:
     torn or unrelated line. [] if the file does not exist."""
     if not path.exists():
         return []
-    return [(number, line) for number, (_, line) in enumerate(_parsed(path), 1)]
+    return [(number, line) for number, (_, line) in enumerate(_parse_lines(path), 1)]
 
 
 def is_own(line: object) -> bool:
@@ -161,7 +161,7 @@ def _number(value: object) -> Any:
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 
-def _parsed(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     """Return each line's bytes and object, None for a torn or unrelated line."""
     pairs: list[tuple[bytes, dict[str, Any] | None]] = []
     for raw in path.read_bytes().splitlines(keepends=True):
@@ -180,7 +180,7 @@ def _append(file: BinaryIO, record: Mapping[str, object]) -> None:
 
 def _last_line(path: Path) -> tuple[dict[str, Any], int]:
     """Return the last object of a file and the byte at which it starts."""
-    pairs = _parsed(path)
+    pairs = _parse_lines(path)
     if not pairs:
         return {}, 0
     return pairs[-1][1] or {}, sum(len(raw) for raw, _ in pairs[:-1])
@@ -195,7 +195,7 @@ def set_aside(path: Path, keep: Callable[[int, dict[str, Any]], bool]) -> None:
     moved: list[bytes] = []
     foreign: list[int] = []
     own = 0
-    for number, (raw, line) in enumerate(_parsed(path), 1):
+    for number, (raw, line) in enumerate(_parse_lines(path), 1):
         (kept if line is not None and keep(own, line) else moved).append(raw)
         own += line is not None
         if line is None and raw.endswith(b"\n"):  # otherwise a crash has torn it

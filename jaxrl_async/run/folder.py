@@ -215,18 +215,18 @@ def claimed(run: RunSection) -> Iterator[Paths]:
     """
     with ExitStack() as held:
         undo = held.enter_context(ExitStack())
-        with _one_at_a_time(_made(Path(run.dir), undo)):
+        with _exclusive(_make_folder(Path(run.dir), undo)):
             paths = look(run)
             if paths.root.is_dir():
                 undo.callback(_clear, paths.root, set(paths.root.iterdir()))
-                held.enter_context(_locked(paths.root))
+                held.enter_context(_lock_file(paths.root))
             if not run.resume and holds_something(paths.root):
                 moved = paths.root.rename(free_name(paths.root))
                 undo.callback(moved.rename, paths.root)
             if not paths.root.is_dir():
-                _made(paths.root, undo)
+                _make_folder(paths.root, undo)
                 undo.callback(_clear, paths.root, set[Path]())
-                held.enter_context(_locked(paths.root))
+                held.enter_context(_lock_file(paths.root))
         try:
             yield paths
         except BaseException:
@@ -236,7 +236,7 @@ def claimed(run: RunSection) -> Iterator[Paths]:
         undo.pop_all()
 
 
-def _made(folder: Path, undo: ExitStack) -> Path:
+def _make_folder(folder: Path, undo: ExitStack) -> Path:
     """Create a folder with its parents and return it; `undo` removes the created ones."""
     for missing in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
         missing.mkdir(exist_ok=True)
@@ -307,7 +307,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
+def _exclusive(folder: Path) -> Iterator[None]:
     """Lock this folder while a run begins in it, if its file system can lock a folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -319,7 +319,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_file(folder: Path) -> Iterator[None]:
     """Lock a folder, also if it is moved. Raises ConfigError if another process has locked it."""
     with (folder / LOCK).open("a") as file:
         try:
@@ -358,7 +358,7 @@ def check_links(root: Path) -> None:
 def move_aside(root: Path) -> Path:
     """Move a run's folder to the first free name with a number appended; return its new path.
     Raises ConfigError if another process trains in it."""
-    with _locked(root):
+    with _lock_file(root):
         return root.rename(free_name(root))
 
 

@@ -104,12 +104,12 @@ def make_recorder(
     if section.prometheus is not None:
         writer = prometheus.PrometheusWriter(writer, section.prometheus, run=paths.root.name)
     if trackers:
-        begun = _begun(trackers, config, paths, resumes=resume_step is not None)
+        begun = _start_trackers(trackers, config, paths, resumes=resume_step is not None)
         writer = TrackedWriter(writer, begun)
     return features.counting_copies(writer, config.run, paths.root)
 
 
-def _begun(
+def _start_trackers(
     trackers: Sequence[Tracker], config: Config, paths: Paths, *, resumes: bool
 ) -> list[TrackerThread]:
     """Begin a run in each tracker; a warm start, which has its own folder, begins separate runs."""

@@ -84,12 +84,12 @@ def with_hub_folders(config: Config) -> Config:
     on the Hugging Face hub: from its cache, or downloaded. Records by name are downloaded, too;
     files at an address (gs://...) are copied here; a GGUF file gets a folder in the cache. Raises
     ConfigError within seconds if they are not available."""
-    if fetched := _fetched(config):
+    if fetched := _fetch(config):
         config = Config.model_validate(merged(config.model_dump(), fetched))
     if not config.runs:
         return config
     runs = {
-        name: merged(config.runs[name], _fetched(own, f"runs.{name}."))
+        name: merged(config.runs[name], _fetch(own, f"runs.{name}."))
         for name, own in runs_of(config).items()
     }
     return config.model_copy(update={"runs": runs})
@@ -98,11 +98,11 @@ def with_hub_folders(config: Config) -> Config:
 def with_records_here(config: Config) -> Config:
     """Return the configuration with copies in place of records at an address; records on the hub
     are downloaded. Raises ConfigError."""
-    fetched = _fetched(config, kinds=("dataset",))
+    fetched = _fetch(config, kinds=("dataset",))
     return Config.model_validate(merged(config.model_dump(), fetched)) if fetched else config
 
 
-def _fetched(
+def _fetch(
     config: Config, of_run: str = "", kinds: Sequence[str] = ("dataset", "model", "tokenizer")
 ) -> dict[str, Any]:
     """Fetch the files on the hub and at addresses that a configuration names; return the settings

@@ -19,7 +19,7 @@ class EnvironmentScorer:
     async def __call__(self, episodes: tuple[Episode, ...], prompt: Prompt) -> tuple[Score, ...]:
         """Score each episode. Raises RolloutError if an episode has no score from either source."""
         if self._functions is None:
-            return tuple(_given(episode, prompt) for episode in episodes)
+            return tuple(_earned(episode, prompt) for episode in episodes)
         by_source = {
             ENVIRONMENT: [e.score or Score(reward=0.0) for e in episodes],
             FUNCTIONS: list(await self._functions(episodes, prompt)),
@@ -28,7 +28,7 @@ class EnvironmentScorer:
         return tuple(added([(1.0, score) for score in pair]) for pair in pairs)
 
 
-def _given(episode: Episode, prompt: Prompt) -> Score:
+def _earned(episode: Episode, prompt: Prompt) -> Score:
     if episode.score is None:
         raise RolloutError(
             f"prompt {prompt.prompt_id}: neither an environment nor a function gave a reward. Set "

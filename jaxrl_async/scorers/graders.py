@@ -35,7 +35,7 @@ def exact(completion: str, reference: str) -> Mapping[str, float]:
     Thinking does not count, nor do spaces around either. A reference may itself contain a '#'
     ("C#"). A reference that a table stored as a float (5.0, 1e+16) also matches its digits.
     """
-    answer, right = (after_thinking(completion) or "").strip(), _needed(reference).strip()
+    answer, right = (after_thinking(completion) or "").strip(), _require(reference).strip()
     return _verdict(
         completion.strip() == right
         or any(_is_or_ends_in(answer, text) for text in {right, plain_float(right)})
@@ -56,7 +56,7 @@ def gsm8k(completion: str, reference: str) -> Mapping[str, float]:
     earlier numbers are not tried instead. (One letter after a number may be a variable.) Units
     that differ make it wrong. The format is from Cobbe et al. 2021 (arXiv:2110.14168).
     """
-    if equal_texts(completion, _needed(reference)):
+    if equal_texts(completion, _require(reference)):
         return _verdict(True)
     answer, right = find_answer(completion), find_answer(plain_float(reference))
     if answer is None or right is None:
@@ -74,7 +74,7 @@ def math(completion: str, reference: str) -> Mapping[str, float]:
     parses and compares. Numbers are compared relatively, different units are unequal, and an
     answer that takes it too long is wrong (mathprocess.py, mathreading.py).
     """
-    if equal_texts(completion, _needed(reference)):
+    if equal_texts(completion, _require(reference)):
         return _verdict(True)
     return _verdict(mathprocess.same_mathematics(completion, reference))
 
@@ -123,7 +123,7 @@ def _verdict(correct: bool) -> Mapping[str, float]:
     return {CORRECT: float(correct)}
 
 
-def _needed(reference: str) -> str:
+def _require(reference: str) -> str:
     if not reference.strip():
         raise RefusedScore(
             "has no right answer to compare with: the record has none. Set "

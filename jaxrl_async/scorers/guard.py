@@ -87,7 +87,7 @@ class GuardedScorer:
         try:
             with self._calls.one():
                 scores = await self._outages.until_answered(
-                    REWARD, lambda: self._scored(episodes, prompt), about=prompt.prompt_id
+                    REWARD, lambda: self._score(episodes, prompt), about=prompt.prompt_id
                 )
                 return checked(scores, episodes, prompt)
         except RefusedScore:
@@ -98,7 +98,7 @@ class GuardedScorer:
         """Return the age of the oldest running call, retries included, seconds; 0 if none runs."""
         return self._calls.oldest_s()
 
-    async def _scored(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
+    async def _score(self, episodes: tuple[Episode, ...], prompt: Prompt) -> Any:
         for tries_left in range(self._retries, -1, -1):
             try:
                 return await self._outcome(episodes, prompt)
@@ -167,7 +167,7 @@ def checked(scores: object, episodes: tuple[Episode, ...], prompt: Prompt) -> tu
         _check_parts(score.parts, where)
         for rewards in (score.token_rewards, score.process_rewards):
             _check_token_rewards(rewards, len(episode.token_ids), f"{where}, episode {i}")
-    return tuple(map(_clipped, scores))
+    return tuple(map(_clip, scores))
 
 
 def is_finite_number(value: object) -> bool:
@@ -195,7 +195,7 @@ def _check_parts(parts: Mapping[str, float], where: str) -> None:
         )
 
 
-def _clipped(score: Score) -> Score:
+def _clip(score: Score) -> Score:
     """Clip a score's part `correct` to 0 to 1: rounding may have moved it outside."""
     correct = score.parts.get(CORRECT, 0.0)
     if 0 <= correct <= 1:

@@ -67,7 +67,7 @@ class _Process:
 
     def ask(self, texts: list[str]) -> bool | None:
         """Return the verdict; None if the process ended while comparing."""
-        process = self._process = self._process or _started()
+        process = self._process = self._process or _start()
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(texts) + "\n")
@@ -104,7 +104,7 @@ class _Process:
 _PROCESSES = ProcessPool([_Process() for _ in range(MAX_PROCESSES)])
 
 
-def _started() -> "subprocess.Popen[str]":
+def _start() -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "jaxrl_async.scorers.mathprocess"],
         stdin=subprocess.PIPE,

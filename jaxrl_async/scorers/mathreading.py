@@ -213,10 +213,10 @@ def rounded_away(right: object, given: object) -> bool:
     first, second = numbers_in(right), numbers_in(given)
     if len(first) != len(second):
         return False
-    return any(_far(a, b) for a, b in zip(first, second, strict=True))
+    return any(_differ(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _far(a: Any, b: Any) -> bool:
+def _differ(a: Any, b: Any) -> bool:
     distance, size = Abs(a - b), max(Abs(a), Abs(b))
     return bool(distance <= SMALL and distance > ROUNDED * size)
 

@@ -124,11 +124,11 @@ class RewardModelScorer:
             scores = await self._function(episodes, prompt)
         values = await loop.run_in_executor(self._thread, self._model, sequences)
         return tuple(
-            self._added(score, float(value), prompt)
+            self._add(score, float(value), prompt)
             for score, value in zip(scores, values, strict=True)
         )
 
-    def _added(self, score: Score, value: float, prompt: Prompt) -> Score:
+    def _add(self, score: Score, value: float, prompt: Prompt) -> Score:
         if not math.isfinite(value):
             raise RolloutError(
                 f"the reward model scored an answer to prompt {prompt.prompt_id} with {value}. "

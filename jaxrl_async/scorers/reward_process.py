@@ -68,7 +68,7 @@ class _Process:
     def ask(self, source: FunctionSource, call: RewardCall, timeout_s: float) -> Any:
         where = {"module": source.module, "file": source.file, "name": source.name}
         try:
-            request = _packed({"source": where, "call": call, "timeout_s": timeout_s})
+            request = _pack({"source": where, "call": call, "timeout_s": timeout_s})
         except (TypeError, ValueError, RecursionError) as error:
             raise RefusedScore(
                 f"cannot be called in a process (reward.processes): {error}. Give columns of plain "
@@ -76,7 +76,7 @@ class _Process:
             ) from error
         if source not in self._loaded:
             try:
-                self._exchange(_packed({"source": where, "call": None}), LOAD_S)
+                self._exchange(_pack({"source": where, "call": None}), LOAD_S)
             except TooLate:
                 raise RolloutError(
                     f"was not loaded from {source.file} within {LOAD_S:g} s. See what the file "
@@ -107,7 +107,7 @@ class _Process:
         return reply
 
 
-def _packed(message: Mapping[str, object]) -> bytes:
+def _pack(message: Mapping[str, object]) -> bytes:
     return codec.dumps(_plain(message)).tobytes()
 
 
@@ -127,7 +127,7 @@ CALL_FIELDS = ("prompt", "episodes", "texts", "last_texts", "questions", "step",
 
 def reply_to(request: bytes) -> bytes:
     """Load a function and call it, as another process asked for."""
-    return _packed(_reply(codec.loads(memoryview(request))))
+    return _pack(_reply(codec.loads(memoryview(request))))
 
 
 def _reply(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _reply(message: Mapping[str, Any]) -> dict[str, Any]:
             return {"scores": [], "logged": []}
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + LONGER_S)
         call = RewardCall(**message["call"])
-        scores = scored(function, call, lambda name, value: logged.append([name, value]))
+        scores = score_call(function, call, lambda name, value: logged.append([name, value]))
         return {"scores": scores, "logged": logged}
     except RefusedScore as error:
         return {"refused": str(error)}
@@ -152,7 +152,7 @@ def _reply(message: Mapping[str, Any]) -> dict[str, Any]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def scored(
+def score_call(
     function: Callable[..., object], call: RewardCall, log: Callable[[str, float], None]
 ) -> Sequence[Score | None]:
     """Call a function, and await its result if needed."""

@@ -59,7 +59,7 @@ def tools_in(value: object) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(value, list):
         return checked_tools(value)
-    tools = [_valued(tool) for tool in value]
+    tools = [_plain(tool) for tool in value]
     return checked_tools([_function_tool(tool) for tool in tools])
 
 
@@ -84,7 +84,7 @@ def without_nulls(value: object) -> Any:
     listed = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(listed, list) or not listed:
         return value
-    return _valued(listed) if all(isinstance(m, Mapping) and "role" in m for m in listed) else value
+    return _plain(listed) if all(isinstance(m, Mapping) and "role" in m for m in listed) else value
 
 
 def _function_tool(tool: object) -> Any:
@@ -93,11 +93,11 @@ def _function_tool(tool: object) -> Any:
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
-def _valued(value: object) -> Any:
+def _plain(value: object) -> Any:
     """Return a value without the keys of its objects that have no value."""
     if isinstance(value, Mapping):
-        return {key: _valued(inner) for key, inner in value.items() if inner is not None}
-    return [_valued(inner) for inner in value] if isinstance(value, list | np.ndarray) else value
+        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    return [_plain(inner) for inner in value] if isinstance(value, list | np.ndarray) else value
 
 
 def checked_messages(value: object) -> tuple[Message, ...]:

@@ -208,7 +208,7 @@ class RendererFormat:
         reply: Message = {"role": "assistant", "content": MARK}
         header = self._tokenizer.decode_all(self._header)
         written, called, thought = (
-            self._written({**reply, **more}, tools)
+            self._turn_text({**reply, **more}, tools)
             for more, tools in (({}, ()), (CALLING, (TOOL,)), ({"reasoning_content": MARK}, ()))
         )
         call = called.partition(MARK)[2].lstrip()
@@ -234,7 +234,7 @@ class RendererFormat:
         """The token at the end of the reasoning, if there is one."""
         return mark_tokens(self._tokenizer.added_tokens).get(THOUGHT)
 
-    def _written(self, reply: Message, tools: Sequence[Mapping[str, object]]) -> str:
+    def _turn_text(self, reply: Message, tools: Sequence[Mapping[str, object]]) -> str:
         """Return a turn's text after its header; empty: the format does not write it."""
         try:
             shown, full = self._ids([QUESTION], tools), self._ids([QUESTION, reply], tools)
@@ -272,11 +272,11 @@ class RendererFormat:
         while length and token_ids[length - 1] in self.stop_token_ids:
             length -= 1
         ids = [int(i) for i in token_ids[:length]]
-        parsed = self._parsed(ids, tools)
+        parsed = self._parse(ids, tools)
         is_open = parsed.reasoning_content and not parsed.content and not parsed.tool_calls
         if is_open and self._thought is not None and self._thought not in ids:
             # formats strip a finished reasoning: an unfinished one must be its beginning
-            parsed = self._parsed([*ids, self._thought], tools)
+            parsed = self._parse([*ids, self._thought], tools)
         good = [call for call in parsed.tool_calls if _is_call(call)]
         errors = [
             CallError(text=self._text_of(call, ids), reason=_reason(call))
@@ -307,14 +307,14 @@ class RendererFormat:
         starts = self._turn_starts(ids)
         if not starts:
             return None
-        thinks = any(self._parsed(ids[start:], tools).reasoning_content for start in starts)
+        thinks = any(self._parse(ids[start:], tools).reasoning_content for start in starts)
         renderer = self._renderer if thinks or self._keeping is None else self._keeping
         try:
             bridged = renderer.bridge_to_next_turn(
                 ids[: starts[-1]], ids[starts[-1] :], with_objects(new), tools=list(tools) or None
             )
         except Exception as error:
-            raise self._refusal(new, error) from error
+            raise self._refused(new, error) from error
         if bridged is None or bridged.token_ids[: len(ids)] != ids:
             return None
         return np.asarray(bridged.token_ids[len(ids) :], np.int32)
@@ -375,10 +375,10 @@ class RendererFormat:
                 written, tools=list(tools) or None, add_generation_prompt=opens_turn
             )
         except Exception as error:
-            raise self._refusal(messages, error) from error
+            raise self._refused(messages, error) from error
         return [int(i) for i in ids]
 
-    def _refusal(self, messages: Sequence[Message], error: Exception) -> DataError:
+    def _refused(self, messages: Sequence[Message], error: Exception) -> DataError:
         roles = ", ".join(dict.fromkeys(str(m["role"]) for m in messages))
         reason = f"{type(error).__name__}: {in_a_line(error)}"
         return DataError(
@@ -386,7 +386,7 @@ class RendererFormat:
             f"{reason}. Give messages that it can write, or another data.chat_format."
         )
 
-    def _parsed(self, ids: list[int], tools: Sequence[Mapping[str, object]]) -> Any:
+    def _parse(self, ids: list[int], tools: Sequence[Mapping[str, object]]) -> Any:
         """Parse a turn. A turn with JSON that Python does not read, as it is nested too deep or
         has a number of too many digits, is one malformed call."""
         listed = list(tools) or None

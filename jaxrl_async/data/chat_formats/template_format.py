@@ -219,9 +219,9 @@ class TemplateFormat:
                 )
             text = self._without_end(full[len(shown) :])
         ids = self._tokenizer.encode_after(shown, text)
-        return np.concatenate([ids, np.asarray(self._taught_end(), np.int32)]).astype(np.int32)
+        return np.concatenate([ids, np.asarray(self._trained_end(), np.int32)]).astype(np.int32)
 
-    def _taught_end(self) -> tuple[int, ...]:
+    def _trained_end(self) -> tuple[int, ...]:
         """Return the end token to train on: the template's own if it ends all answers."""
         eos_ids = self._tokenizer.eos_ids
         own = self.stop_token_ids[:1]
@@ -348,7 +348,7 @@ class TemplateFormat:
         if rewritten:
             log.info(
                 "the chat template rewrites earlier turns before %s: a new context begins there",
-                "; ".join(sorted({_described(border) for border in rewritten})),
+                "; ".join(sorted({_border_text(border) for border in rewritten})),
             )
         return rewritten
 
@@ -454,7 +454,7 @@ def _leads(lead: Sequence[Message], *, thinks: bool) -> Iterator[list[Message]]:
     yield [*lead, _turn(1, thinks=thinks), *_replies(1), _turn(0, thinks=thinks), user]
 
 
-def _described(border: Border) -> str:
+def _border_text(border: Border) -> str:
     thinking = " after thinking" if border.thinks else ""
     return f"{border.role} messages{thinking}{' with tools' if border.has_tools else ''}"
 

@@ -149,7 +149,7 @@ def check_inputs(
     tokenizer, faults, outages = shared.tokenizer, shared.faults, shared.outages
     parts = _inputs_by_task(config, tasks, shared)
     if config.named_tasks:
-        joined = mixed_inputs.joined(config, parts, lockstep, tokenizer, faults, outages)
+        joined = mixed_inputs.join_inputs(config, parts, lockstep, tokenizer, faults, outages)
     else:
         joined = parts[""]
     check_shares(joined.held_out, lockstep)

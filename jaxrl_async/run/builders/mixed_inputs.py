@@ -29,7 +29,7 @@ from jaxrl_async.tasks.task import NO_TASK
 from jaxrl_async.types import MAX_STOP_TOKENS, Episode, Prompt, Score
 
 
-def joined(
+def join_inputs(
     config: Config,
     parts: Mapping[str, TaskInputs],
     lockstep: Lockstep,
@@ -44,18 +44,18 @@ def joined(
         named = [replace(p, position=EVAL_POSITION + i) for i, p in enumerate(named)]
     return TaskInputs(
         config=config,
-        play=_joined_play(config.named_tasks, parts, tokenizer),
+        play=_join_plays(config.named_tasks, parts, tokenizer),
         held_out=tuple(named),
-        scorers=_joined_scorers(
+        scorers=_join_scorers(
             config.faults, {n: p.scorers for n, p in parts.items()}, faults, outages
         ),
-        prompts=_mixed(config, parts, lockstep),
+        prompts=_mix(config, parts, lockstep),
         keep_mask=any(part.keep_mask for part in parts.values()),
         references=(),
     )
 
 
-def _mixed(config: Config, parts: Mapping[str, TaskInputs], lockstep: Lockstep) -> MixedPrompts:
+def _mix(config: Config, parts: Mapping[str, TaskInputs], lockstep: Lockstep) -> MixedPrompts:
     tasks, own = config.named_tasks, config.mixing
     prompts = {name: part.prompts for name, part in parts.items()}
     most = catch_up(
@@ -76,7 +76,7 @@ def _mixed(config: Config, parts: Mapping[str, TaskInputs], lockstep: Lockstep) 
 # ---- environments
 
 
-def _joined_play(tasks: NamedTasks, parts: Mapping[str, TaskInputs], tokenizer: Tokenizer) -> Play:
+def _join_plays(tasks: NamedTasks, parts: Mapping[str, TaskInputs], tokenizer: Tokenizer) -> Play:
     """Return the tasks as one, with the environments of each prompt's task."""
     plays = {name: part.play for name, part in parts.items()}
 
@@ -148,7 +148,7 @@ class AlternatingRecords:
 # ---- scorers
 
 
-def _joined_scorers(
+def _join_scorers(
     section: FaultsSection, parts: Mapping[str, Scorers], faults: FaultCounts, outages: Outages
 ) -> Scorers:
     """Return the scorers that choose by the prompt's task."""
@@ -186,11 +186,11 @@ class JoinedJudges:
 
     def cost(self) -> Mapping[str, float]:
         """See optional_parts.Judges."""
-        return summed(judge.cost() for judge in self.judges)
+        return sum_counters(judge.cost() for judge in self.judges)
 
     def tally(self) -> Mapping[str, float]:
         """See optional_parts.Judges."""
-        return summed(judge.tally() for judge in self.judges)
+        return sum_counters(judge.tally() for judge in self.judges)
 
     def begin(self, folder: Path, process: int, version: Callable[[], int]) -> None:
         """Do nothing."""
@@ -199,7 +199,7 @@ class JoinedJudges:
         """Do nothing."""
 
 
-def summed(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def sum_counters(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the sums of counters, by name."""
     total: dict[str, float] = {}
     for counter in counters:

@@ -119,7 +119,7 @@ def within_limits(
     )
 
 
-def rejected(dropped: Mapping[str, int]) -> int:
+def count_rejected(dropped: Mapping[str, int]) -> int:
     """Return the number of groups that count against a run that accepts none. Groups without a
     signal do not count: algorithm.max_resampled limits them."""
     return sum(groups for why, groups in dropped.items() if why != Drop.NO_SIGNAL.value)
@@ -148,7 +148,7 @@ def reading(
         requests=router.num_waiting,
         living=router.living,
         accepted=of_buffer.trained + of_buffer.ready,
-        rejected=rejected(of_buffer.dropped),
+        rejected=count_rejected(of_buffer.dropped),
         groups_per_step=config.algorithm.groups_per_step,
         compiled=sum(compiled.values()),
         with_caller=console.with_caller,

@@ -86,7 +86,7 @@ class BucketStorage:
         self._check_writer()
         mark = f"{self.root}/{step}/{CHECKSUMS}"
         with _as_os_errors(self.directory):
-            for path in () if run is None else _brought(run):
+            for path in () if run is None else _record_files(run):
                 if path.is_file():  # it grows meanwhile: read once, up to its end
                     target = f"{self.root}/{step}/{RECORDS}/{path.name}"
                     with path.open("rb") as source, self.system.open(target, "wb") as file:
@@ -177,7 +177,7 @@ class BucketStorage:
         """Write the run's records as they were at this step into its folder, the metrics last."""
         with _as_os_errors(self.directory):
             there = self._objects(step)
-            for path in sorted(_brought(run), key=lambda p: p == run.metrics):
+            for path in sorted(_record_files(run), key=lambda p: p == run.metrics):
                 if (name := f"{RECORDS}/{path.name}") in there:
                     fresh = path.with_name(path.name + ".tmp")
                     self.system.get_file(f"{self.root}/{step}/{name}", str(fresh))
@@ -271,11 +271,11 @@ def open_bucket(address: str, name: str, sign: str | None = None) -> BucketStora
         system, root = fsspec.core.url_to_fs(full)
         directory = epath.Path(full)
     except Exception as error:  # each file system has its own kinds
-        raise unusable(full, error) from error
+        raise unusable_error(full, error) from error
     return BucketStorage(directory, system, root.rstrip("/"), sign)
 
 
-def _brought(run: Paths) -> tuple[Path, ...]:
+def _record_files(run: Paths) -> tuple[Path, ...]:
     """Return the files that a run needs to continue elsewhere, whether they exist or not."""
     return (*run.records, run.root / TRACKERS_FILE)
 
@@ -295,17 +295,17 @@ def _as_os_errors(address: object) -> Iterator[None]:
     except OSError as error:
         if error.errno is not None:
             raise
-        raise _remote(address, error) from error
+        raise _remote_error(address, error) from error
     except Exception as error:  # of aiohttp, google.auth and others
-        raise _remote(address, error) from error
+        raise _remote_error(address, error) from error
 
 
-def _remote(address: object, error: Exception) -> OSError:
+def _remote_error(address: object, error: Exception) -> OSError:
     what = f"{address}: {type(error).__name__}: {in_a_line(error, 200)}"
     return OSError(errno.EREMOTEIO, what)
 
 
-def unusable(address: str, error: Exception) -> ConfigError:
+def unusable_error(address: str, error: Exception) -> ConfigError:
     """Return an error that says what to do."""
     remedy = (
         "Install what reads gs://: pip install gcsfs"

@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxrl_async.config.run_section import CheckpointSection, RunSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket, unusable
+from jaxrl_async.run.checkpoint.bucket import BucketStorage, open_bucket, unusable_error
 from jaxrl_async.run.checkpoint.seal import saved_steps
 from jaxrl_async.run.checkpoint.storage import check_same_dir
 from jaxrl_async.run.folder import (
@@ -52,7 +52,7 @@ def bring_back_records(section: CheckpointSection, run: RunSection) -> bool:
             )
         _bring_back(bucket, _newest_unchanged(bucket, steps), paths)
     except OSError as error:
-        raise unusable(str(bucket.directory), error) from error
+        raise unusable_error(str(bucket.directory), error) from error
     return True
 
 
@@ -77,7 +77,7 @@ def begin_writing(section: CheckpointSection, run: RunSection) -> None:
         if steps:
             _bring_back(bucket, _newest_unchanged(bucket, steps), paths)
     except OSError as error:
-        raise unusable(str(bucket.directory), error) from error
+        raise unusable_error(str(bucket.directory), error) from error
     if before is not None:
         log.info("%s was written by %s; if it still runs, it ends", bucket.directory, before)
 

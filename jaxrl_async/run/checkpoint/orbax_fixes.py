@@ -22,7 +22,7 @@ def fix_orbax() -> None:
     error with every traceback, is silenced, too. A second call does nothing.
     """
     logging.getLogger("absl").addFilter(_is_not_of_orbax)
-    _hush_late_work()
+    _silence_late_work()
     try:
         orbax: Any = importlib.import_module(ORBAX_WRITES)
         real, _ = orbax.ts, orbax.get_tensorstore_raw_bytes
@@ -34,7 +34,7 @@ def fix_orbax() -> None:
         orbax.get_tensorstore_raw_bytes = lambda direction=None: 0
 
 
-def _hush_late_work() -> None:
+def _silence_late_work() -> None:
     """Keep threads of a failed save or restore from printing tracebacks.
 
     Orbax closes its event loop at the first read or write that fails; those that end later cannot
@@ -42,12 +42,12 @@ def _hush_late_work() -> None:
     call does nothing.
     """
     before = sys.unraisablehook
-    if isinstance(before, _HushedHook):
+    if isinstance(before, _SilentHook):
         return
-    sys.unraisablehook = _HushedHook(before)
+    sys.unraisablehook = _SilentHook(before)
 
 
-class _HushedHook:
+class _SilentHook:
     """Python's hook for unraisable errors, without those from orbax's closed loops."""
 
     def __init__(self, before: Any) -> None:

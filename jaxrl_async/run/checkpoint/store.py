@@ -296,7 +296,7 @@ class Checkpoints:
                 saved = self._read(candidate, like)
             except Exception as error:
                 if not isinstance(error, CheckpointError) and is_transient(error):
-                    raise _not_now(folder, error) from error
+                    raise _unreadable_now(folder, error) from error
                 is_whole = self._verify and self._storage.is_sealed(candidate)
                 if isinstance(error, CheckpointError) and is_whole:
                     raise  # its files are those that were written: it is another run's
@@ -313,7 +313,7 @@ class Checkpoints:
             raise failures[0][1]
         raise CheckpointError(
             f"{self.directory}: none of the checkpoints {[s for s, _ in failures]} can be read; "
-            f"the newest says: {_root_cause(failures[0][1])}. {_way_out(self.directory)}."
+            f"the newest says: {_root_cause(failures[0][1])}. {_advice(self.directory)}."
         ) from failures[0][1]
 
     def _sealed_first(self, steps: Sequence[int]) -> list[int]:
@@ -323,7 +323,7 @@ class Checkpoints:
             try:
                 sealed[step] = self._storage.is_sealed(step)
             except OSError as error:
-                raise _not_now(self.directory / str(step), error) from error
+                raise _unreadable_now(self.directory / str(step), error) from error
         return sorted(steps, key=sealed.__getitem__, reverse=True)
 
     def _pass_over(self, steps: Sequence[int]) -> None:
@@ -561,7 +561,7 @@ def _on_host(tree: object) -> Any:
     )
 
 
-def _not_now(folder: Path, error: BaseException) -> CheckpointError:
+def _unreadable_now(folder: Path, error: BaseException) -> CheckpointError:
     """Return the error of a checkpoint that cannot be read for now, and may be whole."""
     return CheckpointError(
         f"{folder} cannot be read now: {_root_cause(error)}. That does not say that it is damaged, "
@@ -571,7 +571,7 @@ def _not_now(folder: Path, error: BaseException) -> CheckpointError:
     )
 
 
-def _way_out(directory: object) -> str:
+def _advice(directory: object) -> str:
     """Return what to do where no checkpoint can be read."""
     if isinstance(directory, Path):
         backup = "Copy the folder from a backup"
