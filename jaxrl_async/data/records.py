@@ -477,8 +477,8 @@ def jsonl_split(section: JsonlSection, split: Split, read: Callable[[str], list[
 
 def missing_columns(fields: Mapping[str, object], names: Iterable[str | None]) -> str:
     """Describe which columns were expected, and which exist."""
-    wanted = " or ".join(repr(str(name)) for name in names if name is not None)
-    return f"expected {wanted}, the columns are {', '.join(map(repr, list(fields)[:8]))}"
+    expected = " or ".join(repr(str(name)) for name in names if name is not None)
+    return f"expected {expected}, the columns are {', '.join(map(repr, list(fields)[:8]))}"
 
 
 def make_source(

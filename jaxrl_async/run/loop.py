@@ -350,14 +350,14 @@ def run_rl(config: Config, context: RunContext) -> Path:
 
 def _achieved_by_name(lines: Sequence[Mapping[str, object]]) -> list[str]:
     """Return a line for each evaluation by name: its accuracy, or else its reward."""
-    found = []
+    texts = []
     for name in sorted({key.split("/")[1] for x in lines for key in x if key.count("/") == 2}):
         kinds = ("accuracy", "reward")
         kind = next((k for k in kinds if points(lines, f"eval/{name}/{k}")), "")
         if values := points(lines, f"eval/{name}/{kind}"):
             (first, start), (last, end) = values[0], values[-1]
-            found.append(f"{name}: {kind} {start:.3f} at step {first}, {end:.3f} at step {last}")
-    return found
+            texts.append(f"{name}: {kind} {start:.3f} at step {first}, {end:.3f} at step {last}")
+    return texts
 
 
 def achievements(metrics: Path) -> list[str]:

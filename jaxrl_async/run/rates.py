@@ -209,7 +209,7 @@ def process_rewards(was: Mapping[str, float], now: Mapping[str, float]) -> dict[
 def kv_use(was: SamplerStats, now: SamplerStats) -> dict[str, float]:
     """Return how fully the samplers used their slots and pages between two readings."""
     waiting = now.waiting_slot_steps - was.waiting_slot_steps
-    asked = now.prefix_asked_tokens - was.prefix_asked_tokens
+    requested = now.prefix_asked_tokens - was.prefix_asked_tokens
     used = now.waiting_used_slot_steps - was.waiting_used_slot_steps
     hit = now.prefix_hit_tokens - was.prefix_hit_tokens
     counted = ("failed", "preempted", "restarted", "discarded_tokens", "recomputed_tokens")
@@ -217,7 +217,7 @@ def kv_use(was: SamplerStats, now: SamplerStats) -> dict[str, float]:
     return {
         **({"sampler/scored_tokens": float(scored)} if scored else {}),
         **({"sampler/occupancy_while_waiting": used / waiting} if waiting else {}),
-        **({"sampler/prefix_hit_share": hit / asked} if asked else {}),
+        **({"sampler/prefix_hit_share": hit / requested} if requested else {}),
         **{f"sampler/{name}": float(getattr(now, name) - getattr(was, name)) for name in counted},
         "sampler/kv_page_share": now.used_page_share,
         "sampler/in_flight": float(now.in_flight),

@@ -419,13 +419,13 @@ class Evaluation:
         counted: the prompts with that part.
         """
         tasks = dict.fromkeys(p.task for p in prompts if p.task)
-        found = estimate_of("eval/accuracy", [p.correct for p in counted]) if tasks else {}
+        metrics = estimate_of("eval/accuracy", [p.correct for p in counted]) if tasks else {}
         for task in tasks:
             rewards = [p.rewards for p in prompts if p.task == task]
             correct = [p.correct for p in counted if p.task == task]
-            found |= estimate_of(f"eval/{task}/reward", rewards)
-            found |= estimate_of(f"eval/{task}/accuracy", correct)
-        return found
+            metrics |= estimate_of(f"eval/{task}/reward", rewards)
+            metrics |= estimate_of(f"eval/{task}/accuracy", correct)
+        return metrics
 
     async def _evaluate_unless_stopped(self) -> EvalResult | None:
         """Return the result; None: the evaluation was abandoned."""

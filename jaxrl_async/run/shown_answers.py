@@ -43,19 +43,19 @@ def answers_writer(file: Path) -> Callable[[Sequence[EvalSample]], None]:
 
 def read_answers(file: Path) -> list[dict[str, Any]]:
     """Return the answers of a file, without torn and unrelated lines; [] if it does not exist."""
-    found = []
+    answers = []
     lines = file.read_text("utf-8", "replace").split("\n")[:-1] if file.exists() else ()
     for number, line in enumerate(lines, 1):
         try:
             answer = json.loads(line)
-            whole = all(isinstance(answer[name], kind) for name, kind in NEEDED.items())
+            is_complete = all(isinstance(answer[name], kind) for name, kind in NEEDED.items())
         except (ValueError, TypeError, LookupError, RecursionError):
-            whole = False
-        if whole:
-            found.append(answer)
+            is_complete = False
+        if is_complete:
+            answers.append(answer)
         else:
             log.warning("%s: line %d is not an answer of an evaluation: skipped", file, number)
-    return found
+    return answers
 
 
 def before_and_after(file: Path) -> list[str]:

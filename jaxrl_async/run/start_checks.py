@@ -59,12 +59,14 @@ def check_names(config: Config) -> None:
     if config.pairs is not None and not is_absent(config.pairs.loss):
         answer_pairs.pairs_loss(config.pairs.loss)
     of_evals = config.named_evals.items()
-    for name, one in of_evals:
-        if one.task is not None and not is_absent(one.task):
+    for name, section in of_evals:
+        if section.task is not None and not is_absent(section.task):
             with naming(f"evals.{name}"):
-                named_tasks.check_task_name(one.task, tuple(config.named_tasks))
+                named_tasks.check_task_name(section.task, tuple(config.named_tasks))
     rewards = [(section_of_task(n), c.reward.function) for n, c in config.by_task.items()]
-    rewards += [(f"evals.{n}", one.reward) for n, one in of_evals if one.reward is not None]
+    rewards += [
+        (f"evals.{n}", section.reward) for n, section in of_evals if section.reward is not None
+    ]
     for where, choice in [(where, choice) for where, f in rewards for choice in each_of(f)]:
         if name_of(choice) != "none" and not is_absent(choice):
             with naming(where):

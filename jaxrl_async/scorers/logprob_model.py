@@ -87,12 +87,12 @@ class LogprobModel:
         rows = padded_rows(sequences, self._num_row_shards, self._parts)
         with self._device_lock:
             inputs = jax.device_put(rows, self._sharding)
-            found = [np.asarray(a) for a in self._passed(self._params, *inputs)]  # waits
+            results = [np.asarray(a) for a in self._passed(self._params, *inputs)]  # waits
         if not self._top_k:
             empty = np.zeros((*rows[0].shape, 0))
-            found += [empty.astype(np.int32), empty.astype(np.float32)]
+            results += [empty.astype(np.int32), empty.astype(np.float32)]
         return [
-            _without_first(*(of_rows[row, : len(sequence)] for of_rows in found))
+            _without_first(*(of_rows[row, : len(sequence)] for of_rows in results))
             for row, sequence in enumerate(sequences)
         ]
 

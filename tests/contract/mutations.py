@@ -1465,9 +1465,9 @@ GROUPS = (
         (
             ('FACTS = ("size", "crc32c", "md5Hash")', 'FACTS = ("size", "md5Hash")'),
             (
-                "            for path in () if run is None else _brought(run):",
+                "            for path in () if run is None else _record_files(run):",
                 "            self.system.pipe_file(mark, b'{}')\n"
-                "            for path in () if run is None else _brought(run):",
+                "            for path in () if run is None else _record_files(run):",
             ),
             ("self._remove_object(mark)\n            raise", "pass\n            raise"),
             ("if not names & {CHECKSUMS, ASIDE}:", "if not names & {CHECKSUMS}:"),

@@ -161,8 +161,8 @@ def read_call(body: str) -> tuple[str, Mapping[str, Any]] | str:
         return "not a JSON object with name and arguments"
     if arguments_object(call) is None:
         return "NaN, Infinity or half a surrogate pair"
-    name, given = call.get("name"), call.get("arguments", call.get("parameters", {}))
-    arguments = arguments_object(given)
+    name, raw = call.get("name"), call.get("arguments", call.get("parameters", {}))
+    arguments = arguments_object(raw)
     if not isinstance(name, str) or not name:
         return "it has no name"
     return "its arguments are no JSON object" if arguments is None else (name, arguments)

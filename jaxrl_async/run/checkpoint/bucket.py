@@ -217,10 +217,10 @@ class BucketStorage:
 
     def _objects(self, step: int) -> dict[str, dict[str, Any]]:
         """Return what the bucket says of the objects of a step, but for its marks, by name."""
-        found = self._find(f"{self.root}/{step}")
+        objects = self._find(f"{self.root}/{step}")
         return {
             name: {fact: facts.get(fact) for fact in FACTS}
-            for name, facts in found.items()
+            for name, facts in objects.items()
             if name not in (CHECKSUMS, ASIDE)
         }
 

@@ -72,10 +72,10 @@ def _num_missing(value: object, task: str = "") -> Counter[str]:
     """Count the episodes and turns without masks in these records, by the task of their group."""
     prompt = getattr(value, "prompt", None)
     task = prompt.task if isinstance(prompt, Prompt) else task
-    found = Counter({task: 1}) if _lacks(value) else Counter[str]()
+    missing = Counter({task: 1}) if _lacks(value) else Counter[str]()
     for part in _parts(value).values():
-        found += _num_missing(part, task)
-    return found
+        missing += _num_missing(part, task)
+    return missing
 
 
 def _filled(value: Any) -> Any:
