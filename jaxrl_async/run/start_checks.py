@@ -64,9 +64,7 @@ def check_names(config: Config) -> None:
             with naming(f"evals.{name}"):
                 named_tasks.check_task_name(section.task, tuple(config.named_tasks))
     rewards = [(section_of_task(n), c.reward.function) for n, c in config.by_task.items()]
-    rewards += [
-        (f"evals.{n}", section.reward) for n, section in of_evals if section.reward is not None
-    ]
+    rewards += [(f"evals.{n}", s.reward) for n, s in of_evals if s.reward is not None]
     for where, choice in [(where, choice) for where, f in rewards for choice in each_of(f)]:
         if name_of(choice) != "none" and not is_absent(choice):
             with naming(where):
