@@ -205,7 +205,7 @@ def make_layers(spec: ModelSpec, rank: int) -> tuple[list[Any], list[Any]]:
 def all_products(
     rows: tuple[Array, Array], layers: list[Any], adapters: list[Any], change: Change
 ) -> Array:
-    """Multiply rows with all matrices of the layers; the sums go on to the next layer."""
+    """Multiply rows with all matrices of the layers; the sums are passed to the next layer."""
     x, owners = rows
 
     for weights, adapter in zip(layers, adapters, strict=True):

@@ -11,7 +11,7 @@ shared cores instead.
 
 setting       in turns: max_staleness 0, each slice waits for the other; staleness N; in turns,
               both chips: one policy on both chips (mesh.colocated), sampling with half the rows
-              on each and learns in half the time, so that nothing but tails and seams is lost.
+              on each and learns in half the time, so that only tails and changeovers are lost.
               With --swaps: sampler.on_new_weights at staleness 4, 128 slots and a device whose
               sampler takes the time, so that an answer of 32 tokens outlives several updates.
 accuracy      held-out, after the last update: mean of the seeds, their standard deviation, least

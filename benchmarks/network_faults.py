@@ -6,7 +6,7 @@ A trainer and two samplers, each a process of its own, on the embedded task with
 sampler is near (in the trainer's network), one is far: all that it sends and gets goes through a
 line that delays, loses, throttles or tears packets (packets.py: needs Linux and root). Each fault
 strikes after a fifth of the run. Prints the outcome, the median time between two steps before it
-and the longest one from then on, what was begun again or went on elsewhere, what else the metrics
+and the longest one from then on, what was begun again or continued elsewhere, what else the metrics
 count, the problems that the audit finds, and how the samplers ended.
 """
 
@@ -189,8 +189,8 @@ def torn(there: Field) -> None:
 
 
 def wrong_secret(there: Field) -> None:
-    there.sample("stranger", SAMPLERS, secret="another secret")
-    there.note = f"the stranger's exit code: {there.running.pop('stranger').wait(60)}"
+    there.sample("unauthorized", SAMPLERS, secret="another secret")
+    there.note = f"its exit code: {there.running.pop('unauthorized').wait(60)}"
 
 
 def flood(there: Field) -> None:

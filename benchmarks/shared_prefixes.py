@@ -102,7 +102,7 @@ def trees_of_contexts(rng: np.random.Generator, vocab: int, episodes: int) -> li
     """Make episodes of 12 contexts of up to 12 turns behind a prompt of 256 tokens."""
     sequences = []
     for number in range(episodes):
-        turns, contexts = [0], []  # of each context that can be gone on from
+        turns, contexts = [0], []  # of each context that can be continued
         tokens = [_tokens(rng, vocab, 256)]
         for _ in range(12):
             left = int(rng.integers(len(tokens)))

@@ -37,7 +37,7 @@ class Engine:
         self.stopped_at = time.perf_counter()
 
     def go_on(self) -> None:
-        """Let it go on."""
+        """Let it continue."""
         self.continued_at = time.perf_counter()
         self.process.send_signal(signal.SIGCONT)
 

@@ -1,4 +1,4 @@
-"""Seams between what asks for tokens and what samples them."""
+"""Interfaces between what asks for tokens and what samples them."""
 
 from asyncio import Future
 from collections.abc import Mapping, Sequence

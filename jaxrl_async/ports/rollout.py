@@ -1,4 +1,4 @@
-"""Seams of rollouts: scorers, environments, players, chat formats, and the buffer on both sides."""
+"""Interfaces of rollouts: scorers, environments, players, chat formats, the buffer's two sides."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Seams that all parts share: clocks, saved state, and the recorded order of events."""
+"""Interfaces that all parts share: clocks, saved state, and the recorded order of events."""
 
 from dataclasses import dataclass
 from enum import Enum

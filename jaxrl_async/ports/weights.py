@@ -1,4 +1,4 @@
-"""Seams of the weights: where they are published, and where samplers get them."""
+"""Interfaces of the weights: where they are published, and where samplers get them."""
 
 import threading
 from collections.abc import Callable
