@@ -13,7 +13,7 @@ number of scores is wrong, a transfer cannot be started or arrives torn. Beside 
     served     the server of environments hangs, closes, sends nonsense or too much, and is killed
     all        each of these for a quarter of the time, in processes of their own
 
-A thread that hangs is left behind with all that it holds: hangs are in places that can be ended.
+A thread that hangs is left behind with all that it holds: hangs are where they can be ended.
 Each resource is read nine hundred times; the means of each minute are printed, and written to
 --curves while the run lasts. The slope is that of a line through the means of twenty equal parts of
 the last two thirds, with a 95 % interval (Student's t). `flat`: the interval contains 0, or the

@@ -1,7 +1,7 @@
 """Let engines make updates in turns, each in a process of its own that is stopped meanwhile.
 
 A process is stopped by a signal (SIGSTOP), wherever its threads are, and continued where it was: an
-asynchronous run has no place at which it could be paused without losing what it was ahead. What it
+asynchronous run has no point at which it could be paused without losing what it was ahead. What it
 says of an update (peers/update_lines.py) counts if no such pause touched it.
 """
 

@@ -1,4 +1,4 @@
-"""Models and records from other places: at an address of another file system, such as
+"""Models and records from elsewhere: at an address of another file system, such as
 gs://BUCKET/DIR; by name on the hub; or in a GGUF file. Only this module uses fsspec.
 
 gs://bucket/model ──list──> names, sizes, sums ──hash──> cache folder, copied into it once

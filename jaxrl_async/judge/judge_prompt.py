@@ -27,7 +27,7 @@ from jaxrl_async.metrics.metric import names_a_metric, part_name
 WHOLE = "judge"
 """Score part for a rubric that is a single text."""
 MOST_CANDIDATES = 50
-"""Maximum number of places in a reply that are tried as the start of its JSON object."""
+"""Maximum number of positions in a reply that are tried as the start of its JSON object."""
 NUMBER = re.compile(r"(?:score\s*[:=]\s*)?([-+]?\d{1,9}(?:\.\d{1,9})?)\.?", re.IGNORECASE)
 DATA = """\
 Task and answers stand between marks whose names end alike, in a code that their authors could not

@@ -67,7 +67,7 @@ def signal_line(text: str) -> bytes:
 @contextmanager
 def logs_as(form: str, **labels: str) -> Iterator[None]:
     """Write JSON inside the `with` if the form is "json". A nested call only adds labels. In both
-    forms messages are formatted by OneMessage.
+    forms messages are formatted by EscapedRecord.
 
     labels: of each entry.
     """

@@ -32,7 +32,7 @@ has_renderers = pytest.mark.skipif(
     importlib.util.find_spec("renderers") is None, reason="the extra [chat] is not installed"
 )
 SYSTEM = {"role": "system", "content": "Be brief."}
-ASKED = {"role": "user", "content": "What is 1 + 2?"}
+USER = {"role": "user", "content": "What is 1 + 2?"}
 AGAIN = {"role": "user", "content": "And  twice\nthat?"}
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "string"}}
 ADD = {
@@ -66,16 +66,16 @@ def turn(text, **more):
 
 
 CONVERSATIONS = [
-    ([ASKED], ()),
-    ([SYSTEM, ASKED], (ADD,)),
-    ([ASKED, turn("Three."), AGAIN], ()),
-    ([ASKED, turn("Three.", reasoning_content="1 and 2"), AGAIN], ()),
-    ([SYSTEM, ASKED, calling("000000001"), reply("000000001")], (ADD,)),
+    ([USER], ()),
+    ([SYSTEM, USER], (ADD,)),
+    ([USER, turn("Three."), AGAIN], ()),
+    ([USER, turn("Three.", reasoning_content="1 and 2"), AGAIN], ()),
+    ([SYSTEM, USER, calling("000000001"), reply("000000001")], (ADD,)),
     (
-        [ASKED, calling("000000001", reasoning_content="so"), reply("000000001"), turn("3"), AGAIN],
+        [USER, calling("000000001", reasoning_content="so"), reply("000000001"), turn("3"), AGAIN],
         (ADD,),
     ),
-    ([ASKED, calling("1", "2", content="Both."), reply("1"), reply("2", "4")], (ADD,)),
+    ([USER, calling("1", "2", content="Both."), reply("1"), reply("2", "4")], (ADD,)),
 ]
 FORMATS = [
     *((name, "template") for name in TEMPLATES),
@@ -129,7 +129,7 @@ def test_an_opening_has_the_tokens_that_transformers_writes(name, setting):
 
 def test_what_a_template_has_no_field_for_stands_in_the_text():
     tokenizer, chat = made("chatml", "template")
-    conversation = [ASKED, calling("1", content="Well.", reasoning_content="so"), reply("1")]
+    conversation = [USER, calling("1", content="Well.", reasoning_content="so"), reply("1")]
     text = tokenizer.decode_all(chat.opening(conversation, ()))
     assert "<think>\nso\n</think>\n\nWell.\n<tool_call>" in text
     turn = text.split("<|im_start|>assistant\n")[1].partition("<|im_end|>")[0]
@@ -140,8 +140,8 @@ def test_what_a_template_has_no_field_for_stands_in_the_text():
 
 def test_a_template_that_shows_no_tools_says_so_once(caplog):
     _, chat = made("chatml", "template")
-    chat.opening([ASKED], (ADD,))
-    chat.opening([ASKED], (ADD,))
+    chat.opening([USER], (ADD,))
+    chat.opening([USER], (ADD,))
     assert caplog.text.count("shows the policy no tools") == 1
 
 
@@ -165,7 +165,7 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool
 def test_a_next_turn_is_what_the_whole_conversation_would_be(name, setting, others):
     """For a turn that its own template would write with the same tokens."""
     tokenizer, chat = made(name, setting)
-    begun = chat.opening([SYSTEM, ASKED], (ADD,))
+    begun = chat.opening([SYSTEM, USER], (ADD,))
     text = "Three." if others == "user" else WRITTEN.get(name, HERMES)
     if name == "thinking first":
         text = f"so\n</think>\n\n{text}"
@@ -177,7 +177,7 @@ def test_a_next_turn_is_what_the_whole_conversation_would_be(name, setting, othe
     if name == "thinking first" and others == "user":
         assert more is None
         return
-    whole = chat.opening([SYSTEM, ASKED, message, *behind], (ADD,))
+    whole = chat.opening([SYSTEM, USER, message, *behind], (ADD,))
     assert tokenizer.decode_all([*before, *more]) == tokenizer.decode_all(whole)
     assert more.dtype == np.int32 and whole.tolist()[-len(more) :] == more.tolist()
 
@@ -192,7 +192,7 @@ def test_any_tokens_may_have_been_sampled_and_are_never_encoded_again(name, sett
     ids = data.draw(st.lists(st.sampled_from(plain), min_size=1, max_size=12))
     _, others = data.draw(st.sampled_from(OTHERS))
     is_cut = data.draw(st.booleans())
-    begun = chat.opening([SYSTEM, ASKED], (ADD,))
+    begun = chat.opening([SYSTEM, USER], (ADD,))
     close = tokenizer.encode("</think>\n\n") if name == "thinking first" else []
     end = [] if is_cut else list(chat.stop_token_ids[:1])
     before = np.array([*begun, *close, *ids, *end], np.int32)
@@ -218,7 +218,7 @@ def test_sampled_tokens_that_would_be_encoded_otherwise_stay_as_they_are():
     tokenizer, chat = made("qwen3", "template")
     letters = np.concatenate([tokenizer.encode(letter) for letter in "the assistant"])
     assert tokenizer.encode("the assistant").tolist() != letters.tolist()
-    before = np.concatenate([chat.opening([ASKED], ()), letters, chat.stop_token_ids[:1]])
+    before = np.concatenate([chat.opening([USER], ()), letters, chat.stop_token_ids[:1]])
     more = chat.continuation(before.astype(np.int32), [AGAIN], ())
     assert tokenizer.decode_all([*before, *more]).endswith(
         "assistant\nthe assistant<|im_end|>\n<|im_start|>user\nAnd  twice\nthat?<|im_end|>\n"
@@ -237,7 +237,7 @@ QWEN3_BOTH = [
 @pytest.mark.parametrize("setting", QWEN3_BOTH)
 def test_dropped_thinking_begins_a_new_context_and_nothing_else_does(setting):
     tokenizer, chat = made("qwen3", setting)
-    begun = chat.opening([ASKED], (ADD,))
+    begun = chat.opening([USER], (ADD,))
     thought = turn_of(chat, tokenizer, f"<think>\nso\n</think>\n\n{HERMES}")
     after_thinking = np.concatenate([begun, thought])
     assert chat.continuation(after_thinking, [AGAIN], (ADD,)) is None
@@ -254,17 +254,17 @@ def test_dropped_thinking_begins_a_new_context_and_nothing_else_does(setting):
 def test_thinking_can_be_kept(setting):
     tokenizer, chat = made("qwen3", setting, keeps_thinking=True)
     before = np.concatenate(
-        [chat.opening([ASKED], ()), turn_of(chat, tokenizer, "<think>\nso\n</think>\n\nThree.")]
+        [chat.opening([USER], ()), turn_of(chat, tokenizer, "<think>\nso\n</think>\n\nThree.")]
     )
     _, dropping = made("qwen3", setting)
-    plain = np.concatenate([chat.opening([ASKED], ()), turn_of(chat, tokenizer, "Three.")])
+    plain = np.concatenate([chat.opening([USER], ()), turn_of(chat, tokenizer, "Three.")])
     more = chat.continuation(before, [AGAIN], ())
     assert more.tolist() == dropping.continuation(plain, [AGAIN], ()).tolist()
 
 
 def test_a_turn_cut_within_its_thinking_begins_a_new_context():
     tokenizer, chat = made("qwen3", "template")
-    before = np.concatenate([chat.opening([ASKED], ()), tokenizer.encode("<think>\nso")])
+    before = np.concatenate([chat.opening([USER], ()), tokenizer.encode("<think>\nso")])
     assert chat.continuation(before, [reply("1")], ()) is None
 
 
@@ -274,7 +274,7 @@ def test_a_turn_that_ended_with_another_token_begins_a_new_context():
     chat = TemplateFormat(tokenizer)
     ends = [tokenizer.token_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
     assert list(chat.stop_token_ids) == ends
-    begun = [*chat.opening([ASKED], ()), *tokenizer.encode("3")]
+    begun = [*chat.opening([USER], ()), *tokenizer.encode("3")]
     own, other = (np.array([*begun, end], np.int32) for end in ends)
     assert chat.continuation(own, [AGAIN], ()) is not None
     assert chat.continuation(other, [AGAIN], ()) is None
@@ -282,7 +282,7 @@ def test_a_turn_that_ended_with_another_token_begins_a_new_context():
 
 def test_an_assistant_among_those_who_speak_begins_a_new_context():
     tokenizer, chat = made("qwen3", "template")
-    before = np.concatenate([chat.opening([ASKED], ()), turn_of(chat, tokenizer, "3")])
+    before = np.concatenate([chat.opening([USER], ()), turn_of(chat, tokenizer, "3")])
     assert chat.continuation(before, [turn("4"), AGAIN], ()) is None
 
 
@@ -300,7 +300,7 @@ def test_a_template_that_moves_the_tools_is_rewritten_only_with_tools():
     chat = TemplateFormat(byte_tokenizer(MOVED_TOOLS))
     tokenizer = byte_tokenizer(MOVED_TOOLS)
     for tools in ((), (ADD,)):
-        before = np.concatenate([chat.opening([ASKED], tools), turn_of(chat, tokenizer, "3")])
+        before = np.concatenate([chat.opening([USER], tools), turn_of(chat, tokenizer, "3")])
         more = chat.continuation(before, [AGAIN], tools)
         assert (more is None) == bool(tools)
 
@@ -318,7 +318,7 @@ STRIPPED = """
 def test_a_template_that_cuts_thinking_from_the_text_begins_a_new_context_behind_it():
     tokenizer = byte_tokenizer(STRIPPED)
     chat = TemplateFormat(tokenizer)
-    begun = chat.opening([ASKED], ())
+    begun = chat.opening([USER], ())
     plain, thought = (
         np.concatenate([begun, turn_of(chat, tokenizer, text)])
         for text in ("3", "<think>so</think>3")
@@ -333,11 +333,11 @@ def test_a_template_that_cuts_thinking_from_the_text_begins_a_new_context_behind
 @pytest.mark.parametrize(("name", "setting"), FORMATS)
 def test_a_tool_call_is_read_back_as_it_was_rendered(name, setting):
     tokenizer, chat = made(name, setting)
-    begun = chat.opening([ASKED], (ADD,))
+    begun = chat.opening([USER], (ADD,))
     conversation = calling("000000001")
     if name == "thinking first":
         conversation["reasoning_content"] = "so"
-    turn = chat.answer([ASKED], conversation, (ADD,))
+    turn = chat.answer([USER], conversation, (ADD,))
     assert turn[-1] == chat.stop_token_ids[0]
     read = chat.message(turn, (ADD,))
     (call,) = read["tool_calls"]
@@ -448,7 +448,7 @@ def test_fuzz_any_tokens_are_a_message_that_can_be_written_again(data):
     read = chat.message(turn, (ADD,))
     assert read["role"] == "assistant" and isinstance(read["content"], str)
     if len(read.get("tool_calls", ())) < 2:
-        assert len(chat.opening([ASKED, read, AGAIN], (ADD,)))
+        assert len(chat.opening([USER, read, AGAIN], (ADD,)))
 
 
 # --- choosing ------------------------------------------------------------------------------------
@@ -484,7 +484,7 @@ def test_arguments_reach_renderers_and_templates():
     tokenizer = qwen3_tokenizer()
     for setting in ("qwen3", "template"):
         chat = chat_format(tokenizer, None, setting, arguments={"enable_thinking": False})
-        text = tokenizer.decode_all(chat.opening([ASKED], ()))
+        text = tokenizer.decode_all(chat.opening([USER], ()))
         assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     with pytest.raises(ConfigError, match="chat_arguments"):
         chat_format(tokenizer, None, "qwen3", arguments={"enable_thinkin": False})
@@ -531,7 +531,7 @@ def test_a_template_of_the_users_own(tmp_path):
     file.write_text(QWEN3)
     chat = chat_format(tokenizer, None, str(file))
     theirs = chat_format(qwen3_tokenizer(), None)
-    assert chat.opening([ASKED], ()).tolist() == theirs.opening([ASKED], ()).tolist()
+    assert chat.opening([USER], ()).tolist() == theirs.opening([USER], ()).tolist()
     file.write_text(" ")
     with pytest.raises(ConfigError, match="not a chat template"):
         chat_format(tokenizer, None, str(file))
@@ -553,11 +553,11 @@ def test_every_renderer_appends_turns_and_reads_its_own_calls():
     appended, called = set(), set()
     for name in names:
         tokenizer, chat = fitted(lambda made, name=name: chat_format(made, None, name))
-        begun = chat.opening([SYSTEM, ASKED], (ADD,))
+        begun = chat.opening([SYSTEM, USER], (ADD,))
         conversation = calling("functions.add:0" if name in NAMES_IN_IDS else "000000001")
         for message in (conversation, conversation | {"reasoning_content": "so"}):
             try:
-                turn = chat.answer([SYSTEM, ASKED], message, (ADD,))
+                turn = chat.answer([SYSTEM, USER], message, (ADD,))
             except DataError:
                 continue  # the format begins with thinking, or has none here
             read = chat.message(turn, (ADD,))
@@ -584,7 +584,7 @@ WRONG = [
     ([], "no chat messages"),
     ([3], r"message 0 is 3"),
     ([{"role": "robot", "content": "a"}], "message 0 has the role 'robot'"),
-    ([ASKED, {"role": "user"}], "message 1 has no content"),
+    ([USER, {"role": "user"}], "message 1 has no content"),
     ([{"role": "user", "content": 5}], "content of message 0 is 5"),
     ([{"role": "user", "content": "\ud800"}], "half a surrogate pair"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
@@ -624,7 +624,7 @@ def test_messages_come_in_one_form():
 
 def test_tools_that_are_none_are_named():
     with pytest.raises(DataError, match="tool 0 is"):
-        made("qwen3", "template")[1].opening([ASKED], [{"name": "add"}])
+        made("qwen3", "template")[1].opening([USER], [{"name": "add"}])
 
 
 # --- the built-in tasks' tokenizer ---------------------------------------------------------------
@@ -634,7 +634,7 @@ def test_a_chat_tokenizer_has_one_token_a_mark_and_loads_again(tmp_path):
     ours = chat_tokenizer()
     ours.save_pretrained(tmp_path)
     again = load_tokenizer(tmp_path)
-    messages = [SYSTEM, ASKED, calling("000000001", reasoning_content="so"), reply("1"), AGAIN]
+    messages = [SYSTEM, USER, calling("000000001", reasoning_content="so"), reply("1"), AGAIN]
     for tokenizer in (ours, again):
         ids = chat_format(tokenizer, None).opening(messages, (ADD,))
         assert tokenizer.decode_all(ids) == (

@@ -21,8 +21,8 @@ from jaxrl_async.errors import ConfigError, DataError, MissingExtraError
 
 TOKENIZER = chat_tokenizer()
 SYSTEM = {"role": "system", "content": "Be brief."}
-ASKED = {"role": "user", "content": "1+2?"}
-SAID = {"role": "assistant", "content": "It is #### 3"}
+USER = {"role": "user", "content": "1+2?"}
+REPLY = {"role": "assistant", "content": "It is #### 3"}
 AGAIN = {"role": "user", "content": "2+2?"}
 
 
@@ -50,8 +50,8 @@ def shown(ids):
 def test_messages_are_a_prompt_and_a_last_answer_is_the_reference(tmp_path):
     path = lines(
         tmp_path,
-        {"messages": [SYSTEM, ASKED, SAID, AGAIN], "answer": "4", "level": 3},
-        {"messages": [ASKED, SAID]},
+        {"messages": [SYSTEM, USER, REPLY, AGAIN], "answer": "4", "level": 3},
+        {"messages": [USER, REPLY]},
         {"question": [AGAIN], "answer": "4"},
         {"question": "2+2?", "answer": "4", "messages": "not looked at"},
     )
@@ -60,18 +60,18 @@ def test_messages_are_a_prompt_and_a_last_answer_is_the_reference(tmp_path):
         "<system>Be brief.<eos><user>1+2?<eos><assistant>It is #### 3<eos>"
         "<user>2+2?<eos><assistant>"
     )
-    assert first.messages == (SYSTEM, ASKED, SAID, AGAIN)
+    assert first.messages == (SYSTEM, USER, REPLY, AGAIN)
     assert (first.text, first.reference, first.columns["level"]) == ("2+2?", "4", 3)
-    assert (second.messages, second.reference, second.answer) == ((ASKED,), "3", SAID["content"])
+    assert (second.messages, second.reference, second.answer) == ((USER,), "3", REPLY["content"])
     assert shown(third.token_ids) == shown(fourth.token_ids) == "<user>2+2?<eos><assistant>"
     assert third.messages == fourth.messages == (AGAIN,)
 
 
 def test_a_prompt_of_messages_reaches_the_stream_and_survives_a_checkpoint(tmp_path):
-    path = lines(tmp_path, *[{"messages": [ASKED], "answer": str(i), "n": [i]} for i in range(4)])
+    path = lines(tmp_path, *[{"messages": [USER], "answer": str(i), "n": [i]} for i in range(4)])
     stream = make_prompts(section(path), TOKENIZER, 0)
     prompt = next(stream)
-    assert prompt.messages == (ASKED,) and prompt.columns["messages"] == [ASKED]
+    assert prompt.messages == (USER,) and prompt.columns["messages"] == [USER]
     again = loads(dumps(prompt))
     assert again.messages == prompt.messages and again.columns == prompt.columns
     assert eval_prompts(section(path), TOKENIZER)[0].reference == "3"
@@ -81,8 +81,8 @@ def test_a_system_prompt_stands_before_what_has_none(tmp_path):
     path = lines(
         tmp_path,
         {"question": "1+2?", "answer": "3"},
-        {"messages": [ASKED], "answer": "3"},
-        {"messages": [SYSTEM, ASKED], "answer": "3"},
+        {"messages": [USER], "answer": "3"},
+        {"messages": [SYSTEM, USER], "answer": "3"},
     )
     texts = [
         shown(r.token_ids) for r in read_records(path, section(system_prompt="Add."), TOKENIZER)
@@ -96,7 +96,7 @@ def test_a_system_prompt_stands_before_what_has_none(tmp_path):
 
 
 def test_messages_need_a_chat_format(tmp_path):
-    path = lines(tmp_path, {"messages": [ASKED], "answer": "3"})
+    path = lines(tmp_path, {"messages": [USER], "answer": "3"})
     with pytest.raises(ConfigError, match="no chat template"):
         read_records(path, section(), character_tokenizer("123"))
     file = tmp_path / "own.jinja"
@@ -109,20 +109,20 @@ def test_messages_need_a_chat_format(tmp_path):
 BAD = [
     ({"messages": []}, "no chat messages"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "robot"),
-    ({"messages": [SAID]}, "nothing before the answer"),
+    ({"messages": [REPLY]}, "nothing before the answer"),
     ({"messages": 5}, "not text"),
-    ({"messages": [ASKED], "answer": None}, "missing"),
-    ({"messages": [{**ASKED, "content": "1" * 300}], "answer": "3"}, "too long"),
+    ({"messages": [USER], "answer": None}, "missing"),
+    ({"messages": [{**USER, "content": "1" * 300}], "answer": "3"}, "too long"),
 ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("record", "reason"), BAD)
 def test_bad_conversations_are_skipped_with_a_reason(tmp_path, caplog, record, reason):
-    path = lines(tmp_path, {"messages": [ASKED], "answer": "3"}, record)
+    path = lines(tmp_path, {"messages": [USER], "answer": "3"}, record)
     if reason == "not text":
         record["messages"] = {"a": 1}
-        path = lines(tmp_path, {"messages": [ASKED], "answer": "3"}, record)
+        path = lines(tmp_path, {"messages": [USER], "answer": "3"}, record)
     assert len(read_records(path, section(max_bad_share=0.5), TOKENIZER)) == 1
     assert "line 2: skipped" in caplog.text and reason in caplog.text
     with pytest.raises(DataError, match=r"1 of 2 records cannot be used"):
@@ -137,8 +137,8 @@ def test_what_a_template_refuses_is_skipped(tmp_path, caplog):
     )
     path = lines(
         tmp_path,
-        {"messages": [ASKED], "answer": "3"},
-        {"messages": [ASKED, SAID, AGAIN], "answer": "4"},
+        {"messages": [USER], "answer": "3"},
+        {"messages": [USER, REPLY, AGAIN], "answer": "4"},
     )
     data = section(max_bad_share=0.5, chat_format=str(file))
     assert len(read_records(path, data, TOKENIZER)) == 1
@@ -153,7 +153,7 @@ def test_a_last_answer_is_imitated_with_its_calls_and_thinking(tmp_path):
     call = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     calling = {"role": "assistant", "tool_calls": [call], "reasoning_content": "so"}
     path = lines(
-        tmp_path, *[{"messages": [SYSTEM, ASKED, calling]}, {"messages": [ASKED, SAID]}] * 2
+        tmp_path, *[{"messages": [SYSTEM, USER, calling]}, {"messages": [USER, REPLY]}] * 2
     )
     split = demonstrations(section(path), tokenizer, 0, most_tokens=400)
     ids, mask = split.train[0]
@@ -161,7 +161,7 @@ def test_a_last_answer_is_imitated_with_its_calls_and_thinking(tmp_path):
         '<think>\nso\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
         "</tool_call><|im_end|>"
     )
-    assert ids[~mask].tolist() == chat_format(tokenizer, None).opening([SYSTEM, ASKED], ()).tolist()
+    assert ids[~mask].tolist() == chat_format(tokenizer, None).opening([SYSTEM, USER], ()).tolist()
     ids, mask = split.train[1]
     assert tokenizer.decode_all(ids[mask]) == "It is #### 3<|im_end|>"
     pairs = warm_start_pairs(
@@ -182,9 +182,9 @@ def test_questions_are_taught_as_before_a_chat_format_was_asked(tmp_path):
 
 def test_preferences_may_be_messages(tmp_path):
     text = {"prompt": "1+2?", "chosen": "3", "rejected": "4"}
-    listed = {"prompt": [ASKED], "chosen": [answer("3")], "rejected": [answer("4")]}
-    whole = {"chosen": [ASKED, answer("3")], "rejected": [ASKED, answer("4")]}
-    mixed = {"prompt": [ASKED], "chosen": "3", "rejected": "4"}
+    listed = {"prompt": [USER], "chosen": [answer("3")], "rejected": [answer("4")]}
+    whole = {"chosen": [USER, answer("3")], "rejected": [USER, answer("4")]}
+    mixed = {"prompt": [USER], "chosen": "3", "rejected": "4"}
     path = lines(tmp_path, text, listed, whole, mixed)
     pairs = read_preferences(path, section(), TOKENIZER, max_tokens=100)
     ids = {tuple(map(tuple, (p.prompt_ids, p.chosen_ids, p.rejected_ids))) for p in pairs}
@@ -192,7 +192,7 @@ def test_preferences_may_be_messages(tmp_path):
     assert shown(pairs[0].prompt_ids) == "<user>1+2?<eos><assistant>"
     assert shown(pairs[0].chosen_ids) == "3<eos>"
     (judged,) = read_preferences(
-        lines(tmp_path, {"prompt": [ASKED], "completion": [answer("3")], "label": True}),
+        lines(tmp_path, {"prompt": [USER], "completion": [answer("3")], "label": True}),
         section(), TOKENIZER, max_tokens=100,
     )  # fmt: skip
     assert shown(judged.chosen_ids) == "3<eos>" and not len(judged.rejected_ids)
@@ -205,13 +205,13 @@ def answer(text):
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"chosen": [ASKED, answer("3")], "rejected": [AGAIN, answer("4")]}, "different messages"),
+        ({"chosen": [USER, answer("3")], "rejected": [AGAIN, answer("4")]}, "different messages"),
         (
-            {"prompt": [AGAIN], "chosen": [ASKED, answer("3")], "rejected": [ASKED, answer("4")]},
+            {"prompt": [AGAIN], "chosen": [USER, answer("3")], "rejected": [USER, answer("4")]},
             "not a single",
         ),
         (
-            {"prompt": [ASKED], "chosen": [ASKED], "rejected": "4"},
+            {"prompt": [USER], "chosen": [USER], "rejected": "4"},
             "does not end with the assistant",
         ),
         ({"chosen": "3", "rejected": "4"}, "missing"),
@@ -225,7 +225,7 @@ def test_preferences_that_do_not_fit_together_are_named(tmp_path, record, reason
 # --- tables --------------------------------------------------------------------------------------
 
 ROWS = [
-    {"messages": [{**ASKED, "name": None}, SAID | {"name": "x"}], "answer": str(i), "n": i}
+    {"messages": [{**USER, "name": None}, REPLY | {"name": "x"}], "answer": str(i), "n": i}
     for i in range(5)
 ]
 
@@ -248,7 +248,7 @@ def test_parquet_is_read_as_json_lines_are(tmp_path, arrow, monkeypatch):
         found = read_records(source, section(), TOKENIZER)
         assert [r.token_ids.tolist() for r in found] == [r.token_ids.tolist() for r in expected]
         assert [(r.reference, r.columns["n"]) for r in found] == [(str(i), i) for i in range(5)]
-        assert found[0].messages == expected[0].messages == (ASKED,)
+        assert found[0].messages == expected[0].messages == (USER,)
 
 
 def importlib_parquet():
