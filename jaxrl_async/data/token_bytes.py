@@ -121,7 +121,7 @@ def chars_per_token(backend: Backend) -> int | None:
     added = written.get("added_tokens") or []
     normalizers = _steps(written.get("normalizer"), "normalizers")
     splits = _steps(written.get("pre_tokenizer"), "pretokenizers")
-    joined = _joined(normalizers)
+    joined = _most_joined(normalizers)
     if joined is None or not all(map(_keeps, splits)):
         return None
     if any(token.get("lstrip") or token.get("rstrip") for token in added):
@@ -134,7 +134,7 @@ def chars_per_token(backend: Backend) -> int | None:
     return max(longest, 1) * joined
 
 
-def _joined(normalizers: Sequence[Mapping[str, Any]]) -> int | None:
+def _most_joined(normalizers: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the maximum number of characters that become one; None: some are dropped."""
     joined = 1
     for step in normalizers:

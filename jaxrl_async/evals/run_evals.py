@@ -63,7 +63,7 @@ class NamedEvaluation:
                 self.inputs.scorers.final_answer,
                 lambda index: index * lockstep.players + lockstep.player,
             )
-            measured = self._measured(version, self._gather(own))
+            measured = self._metrics_of(version, self._gather(own))
         measured["time_s"] = time.perf_counter() - start
         return {f"eval/{self.name}/{key}": value for key, value in measured.items()}
 
@@ -75,7 +75,7 @@ class NamedEvaluation:
         answers = [EvalAnswer(**answer) for share in shares for answer in share]
         return sorted(answers, key=lambda answer: (answer.index, answer.sample))
 
-    def _measured(self, version: int, answers: list[EvalAnswer]) -> dict[str, float]:
+    def _metrics_of(self, version: int, answers: list[EvalAnswer]) -> dict[str, float]:
         """Return the metrics of answers, and write them."""
         section = self.inputs.section
         before = self._before(version)

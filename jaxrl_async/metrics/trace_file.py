@@ -204,14 +204,14 @@ class TraceFile:
             self._begin_next()
         pid, named, events = os.getpid(), set(self._named), list[dict[str, Any]]()
         if not self._end:
-            events.append(_named("process_name", pid, 0, self._process))
+            events.append(_metadata_event("process_name", pid, 0, self._process))
         for key, name, spans in tracks:
             if key not in self._numbers:
                 self._numbers[key] = next(self._next_number)
             number = self._numbers[key]
             if key not in named:
                 named.add(key)
-                events.append(_named("thread_name", pid, number, name))
+                events.append(_metadata_event("thread_name", pid, number, name))
             events += [_event(span, pid, number) for span in spans]
         lines = ",\n".join(json.dumps(event, default=str) for event in events).encode()
         noted = self.dropped(not_taken) - self._older_noted
@@ -280,7 +280,7 @@ def _event(span: RecordedSpan, pid: int, number: int) -> dict[str, Any]:
     return {"name": span.name, "ph": "X", "pid": pid, "tid": number, **own, "args": span.args}
 
 
-def _named(what: str, pid: int, number: int, name: str) -> dict[str, Any]:
+def _metadata_event(what: str, pid: int, number: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": pid, "tid": number, "args": {"name": name}}
 
 

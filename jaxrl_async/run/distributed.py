@@ -190,7 +190,7 @@ def from_jobset(env: Mapping[str, str]) -> ProcessRank | None:
             "them all, as the manifests of jaxrl_async.launch.gke do, or none."
         )
     jobs, pods, job, pod = (int(number or 0) for number in numbers)
-    return _checked(
+    return _check(
         ProcessRank(
             coordinator=f"{coordinator}:{PORT}",
             num_processes=jobs * pods,
@@ -225,7 +225,7 @@ def from_tpu(get: Callable[[str], str | None], where: str) -> ProcessRank | None
             "and process_id."
         )
     count = len(hosts) * (slices or 1)
-    return _checked(
+    return _check(
         ProcessRank(
             coordinator=f"{_host_of(address or hosts[0])}:{PORT}",
             num_processes=count,
@@ -289,7 +289,7 @@ def _complete(values: Mapping[str, str | int | None], where: str) -> ProcessRank
             "processes need all three; one process needs none."
         )
     coordinator, num_processes, process_id = values.values()
-    return _checked(
+    return _check(
         ProcessRank(
             coordinator=str(coordinator),
             num_processes=int(num_processes or 0),
@@ -299,7 +299,7 @@ def _complete(values: Mapping[str, str | int | None], where: str) -> ProcessRank
     )
 
 
-def _checked(rank: ProcessRank) -> ProcessRank:
+def _check(rank: ProcessRank) -> ProcessRank:
     if not 0 <= rank.process_id < rank.num_processes:
         raise ConfigError(
             f"{rank.source}: process {rank.process_id} is not one of {rank.num_processes}; "

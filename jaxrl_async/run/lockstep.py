@@ -116,10 +116,10 @@ class Lockstep:
         if self.count == 1:
             return [message]
         self._meet()
-        lengths = [int(n) for n in self._gathered(np.array([len(message)], np.int32))[:, 0]]
+        lengths = [int(n) for n in self._gather(np.array([len(message)], np.int32))[:, 0]]
         size = max(SMALLEST, 1 << (max(lengths) - 1).bit_length())
         padded = np.frombuffer(message.ljust(size, b"\0"), np.uint8)
-        return [row[:n].tobytes() for row, n in zip(self._gathered(padded), lengths, strict=True)]
+        return [row[:n].tobytes() for row, n in zip(self._gather(padded), lengths, strict=True)]
 
     def gather_json(self, value: object) -> list[Any]:
         """Return every process's JSON value, in the order of the processes."""
@@ -135,7 +135,7 @@ class Lockstep:
         names = next((v for v, w in weighted if w), values)
         return {key: math.fsum(v[key] * w for v, w in weighted if w) / total for key in names}
 
-    def _gathered(self, row: np.ndarray) -> np.ndarray:
+    def _gather(self, row: np.ndarray) -> np.ndarray:
         """[n] of each process -> [processes, n]."""
         shape = (self.count, *row.shape)
         rows = jax.make_array_from_process_local_data(self._by_process, row[None], shape)
@@ -381,8 +381,8 @@ def merged_draws(draws: list[Draw]) -> Draw:
     count = len(draws)
     numbered = [
         (
-            tuple(_renumbered(g, count, i) for g in draw.groups),
-            tuple((_renumbered(g, count, i), reason) for g, reason in draw.dropped),
+            tuple(_renumber(g, count, i) for g in draw.groups),
+            tuple((_renumber(g, count, i), reason) for g, reason in draw.dropped),
         )
         for i, draw in enumerate(draws)
     ]
@@ -398,7 +398,7 @@ def merged_draws(draws: list[Draw]) -> Draw:
     )
 
 
-def _renumbered(group: EpisodeGroup, count: int, process: int) -> EpisodeGroup:
+def _renumber(group: EpisodeGroup, count: int, process: int) -> EpisodeGroup:
     return replace(group, ticket=_global_ticket(group.ticket, count, process))
 
 

@@ -116,10 +116,10 @@ def train(
     paths = Paths(Path(config.run.dir) / config.run.name)
     config = _with_dtype_of_first(config, lockstep, paths.config)
     with RunLog() as run_log:
-        return _trained(config, paths, lockstep, hooks, task, run_log)
+        return _train(config, paths, lockstep, hooks, task, run_log)
 
 
-def _trained(
+def _train(
     config: Config,
     paths: Paths,
     lockstep: Lockstep,

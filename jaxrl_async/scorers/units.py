@@ -105,7 +105,7 @@ def differ(text: str, other: str) -> bool:
 def _units_at(text: str, start: int, found: Counter[str]) -> Counter[str]:
     """Add the exponents of the units from `start` on, one after another, to those found."""
     while factor := FACTOR.match(text, start):
-        unit = _named(factor["word"])
+        unit = _unit_named(factor["word"])
         exponent = int(
             factor["exponent"] or (2 if factor["square"] else 3 if factor["cube"] else 1)
         )
@@ -122,7 +122,7 @@ def _units_at(text: str, start: int, found: Counter[str]) -> Counter[str]:
     return found
 
 
-def _named(word: str) -> str | None:
+def _unit_named(word: str) -> str | None:
     """Return the unit of that name; None if it is unknown."""
     for name in (word, word.lower() if len(word) > 2 else word):
         for known in (name, name.removesuffix("s") if len(name) > 3 else name):

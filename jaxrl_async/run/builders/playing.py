@@ -200,7 +200,7 @@ def make_play(
     if task.game is not None:
         games = features.make_games(envs, task.game, opponents, example, config)
         return Play(task=task, make_env=games, stop_token_ids=chat.stop_token_ids, own=own)
-    tools = _tried(envs, examples[:TRIED], config.sampler.max_length)
+    tools = _try(envs, examples[:TRIED], config.sampler.max_length)
     return Play(
         task=task,
         make_env=envs,
@@ -227,7 +227,7 @@ def taught_records(config: Config, task: Task, tokenizer: Tokenizer) -> "TaskDat
         return own
     limits = chat_limits(config.env, config.faults, config.sampler, tokenizer)
     envs = chat_env.ChatEnvs(task, chat, limits, lambda name: None)
-    return replace(own, tools=_tried(envs, eval_prompts(config.limited_data, tokenizer, own)[:1]))
+    return replace(own, tools=_try(envs, eval_prompts(config.limited_data, tokenizer, own)[:1]))
 
 
 def _with_format(
@@ -282,7 +282,7 @@ def chat_limits(
     )
 
 
-def _tried(
+def _try(
     envs: "ChatEnvs", examples: Sequence[Prompt], max_length: float = math.inf
 ) -> Sequence[Mapping[str, Any]]:
     """Begin an episode and end it; return the environment's tools. If the prompt leaves no room for

@@ -49,7 +49,7 @@ def with_masks(state: T, saved: Saved, config: Config, folder: Path) -> T:
             "sampling masks exclude no token",
             missing.total(),
         )
-    filled: T = _filled(state)
+    filled: T = _fill(state)
     return filled
 
 
@@ -78,14 +78,14 @@ def _num_missing(value: object, task: str = "") -> Counter[str]:
     return missing
 
 
-def _filled(value: Any) -> Any:
+def _fill(value: Any) -> Any:
     """Return the records with masks that exclude no token where they had none."""
     if _lacks(value):
         return replace(value, kept=KeptTokens.whole(_num_tokens(value)))
     if isinstance(value, tuple):
-        return tuple(_filled(part) for part in value)
+        return tuple(_fill(part) for part in value)
     changed = {
-        name: new for name, part in _parts(value).items() if (new := _filled(part)) is not part
+        name: new for name, part in _parts(value).items() if (new := _fill(part)) is not part
     }
     return replace(value, **changed) if changed else value
 

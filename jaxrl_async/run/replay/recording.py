@@ -190,7 +190,7 @@ def read_schedule(path: Path, config: Config) -> Recorded:
     if torn:
         log.info("%s ends within a line, which is ignored: its run was killed", path)
     lines = complete.split("\n") if complete else []
-    events = [_parsed(path, number, line) for number, line in enumerate(lines, 1)]
+    events = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
     if not events or "schedule" not in events[0]:
         raise ReplayError(
             f"{path} is no recorded schedule: its first line is not a header. Give the "
@@ -213,7 +213,7 @@ def read_schedule(path: Path, config: Config) -> Recorded:
     )
 
 
-def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
