@@ -23,7 +23,7 @@ from jaxrl_async.mesh import DeviceGuard, make_slices
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.run.assemble import Begun, Parts, RunContext, SharedParts, connect, with_copies
+from jaxrl_async.run.assemble import Parts, RunContext, RunStart, SharedParts, connect, with_copies
 from jaxrl_async.run.builders.devices import Locks, claim_devices, make_locks
 from jaxrl_async.run.builders.initial_policy import make_policy, with_base_of, with_new_adapter
 from jaxrl_async.run.builders.inputs import Inputs, check_inputs
@@ -84,7 +84,7 @@ def assemble_several(
     closing.callback(samplers.router.close)
     turns, parts = Turns(config.faults.watchdog_s), dict[str, Parts]()
     for name, one in opened.items():
-        begun = Begun(
+        begun = RunStart(
             config=one.config,
             inputs=one.inputs,
             paths=one.paths,

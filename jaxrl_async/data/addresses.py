@@ -126,9 +126,9 @@ def _list_files(address: str, setting: str, kind: str) -> tuple[dict[str, str], 
         root = root.rstrip("/")
         system.invalidate_cache()
         if system.isfile(root):
-            return {"": _fingerprint(system.info(root))}, system, root
+            return {"": _signature(system.info(root))}, system, root
         paths = system.find(root, detail=True)  # with sizes, times and checksums, if available
-        inside = {path[len(root) :].lstrip("/"): _fingerprint(info) for path, info in paths.items()}
+        inside = {path[len(root) :].lstrip("/"): _signature(info) for path, info in paths.items()}
         files = {name: sign for name, sign in inside.items() if _is_needed(name, kind)}
         if wrong := [name for name in files if ".." in name.split("/")]:
             raise ValueError(f"the name {wrong[0]!r} is outside the folder")
@@ -142,7 +142,7 @@ def _list_files(address: str, setting: str, kind: str) -> tuple[dict[str, str], 
     return files, system, root
 
 
-def _fingerprint(info: Mapping[str, object]) -> str:
+def _signature(info: Mapping[str, object]) -> str:
     """Return a signature of a file's content: size, times and checksums, if available. It excludes
     the redirect target of an address, which may differ each time."""
     return str({name: value for name, value in info.items() if name != "url"})

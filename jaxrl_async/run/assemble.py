@@ -85,7 +85,7 @@ class RunContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class RunStart:
     """Start of a run: checked inputs, the folder, and the policy as it is at the start."""
 
     config: Config
@@ -211,7 +211,7 @@ def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
                 rehearsal.start,
             )
     policy = with_adapter_of(config.model, config.run, policy, slices, paths.base)
-    begun = Begun(
+    run = RunStart(
         config=config,
         inputs=inputs,
         paths=paths,
@@ -221,21 +221,21 @@ def assemble(config: Config, context: RunContext, closing: ExitStack) -> Parts:
         warm_metrics=warm_metrics,
         base_path=config.model.path,
     )
-    return connect(begun, context, closing)
+    return connect(run, context, closing)
 
 
 def connect(
-    begun: Begun, context: RunContext, closing: ExitStack, shared: SharedParts | None = None
+    run: RunStart, context: RunContext, closing: ExitStack, shared: SharedParts | None = None
 ) -> Parts:
     """Build the parts that train, sample and report, and restore them; arguments as `assemble`'s.
 
     shared: parts that several runs share; None: this is the only run.
     """
     stop, console, lockstep = context.stop, context.console, context.lockstep
-    inputs, paths, policy = begun.inputs, begun.paths, begun.policy
+    inputs, paths, policy = run.inputs, run.paths, run.policy
     trainers, images = inputs.slices.trainer, inputs.tokenizer.images is not None
-    config = with_shared_prefixes(begun.config, policy, trainers, images=images)
-    checkpoints, slices, tokenizer = begun.checkpoints, inputs.slices, inputs.tokenizer
+    config = with_shared_prefixes(run.config, policy, trainers, images=images)
+    checkpoints, slices, tokenizer = run.checkpoints, inputs.slices, inputs.tokenizer
     sampling, turn = (None, NO_DEVICE_LOCK) if shared is None else (shared.sampling, shared.turn)
     stop.answer = "stopping after this step and saving"
     learner = make_learner(
@@ -244,7 +244,7 @@ def connect(
     start = resumed(
         config, checkpoints, learner, inputs.prompts, lockstep, tokenizer.images, inputs.digests
     )
-    records = _open_records(begun, start, lockstep, closing, scheduled=shared is None)
+    records = _open_records(run, start, lockstep, closing, scheduled=shared is None)
     weights = VersionedParams(version=start.version, params=learner.params)
     side = make_rollout_side(
         config,
@@ -282,19 +282,19 @@ def connect(
         notices=_notices(config, inputs, side, context),
         serving=inputs.serving,
         plays=lockstep.plays,
-        base_path=begun.base_path,
-        label=begun.label,
+        base_path=run.base_path,
+        label=run.label,
     )
 
 
 def _open_records(
-    begun: Begun, start: StartingPoint, lockstep: Lockstep, closing: ExitStack, *, scheduled: bool
+    run: RunStart, start: StartingPoint, lockstep: Lockstep, closing: ExitStack, *, scheduled: bool
 ) -> Records:
     """Open the run's records, which begin with the metrics of a warm start."""
-    opened = begun.config, begun.paths, start, begun.inputs.recorded, lockstep, closing
-    records = open_records(*opened, continued=begun.continued, scheduled=scheduled)
-    if begun.warm_metrics:
-        records.recorder.log(0, begun.warm_metrics)
+    opened = run.config, run.paths, start, run.inputs.recorded, lockstep, closing
+    records = open_records(*opened, continued=run.continued, scheduled=scheduled)
+    if run.warm_metrics:
+        records.recorder.log(0, run.warm_metrics)
     return records
 
 

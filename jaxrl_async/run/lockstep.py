@@ -95,19 +95,19 @@ class Lockstep:
         """Return the path of the recorded schedule; None: several processes record none."""
         return path if self.count == 1 else None
 
-    def joined(self, source: GroupSource, stop: Stop, buffered: Ledger, ledger: Ledger) -> "Joined":
+    def joined(self, source: GroupSource, stop: Stop, lines: Ledger, ledger: Ledger) -> "RunBuffer":
         """Join the buffers of all processes.
 
         Args:
             source: this process's buffer.
             stop: this process's signals.
-            buffered: the buffer's, as `buffer_ledger` gave it.
+            lines: the buffer's, as `buffer_ledger` gave it.
             ledger: the run's.
         """
         if self.count == 1:
-            return Joined(source=source, stop=stop, accounts=OwnAccounts())
-        shared = SharedSource(source if self.plays else NO_GROUPS, self, stop, buffered, ledger)
-        return Joined(source=shared, stop=shared, accounts=shared)
+            return RunBuffer(source=source, stop=stop, accounts=OwnAccounts())
+        shared = SharedSource(source if self.plays else NO_GROUPS, self, stop, lines, ledger)
+        return RunBuffer(source=shared, stop=shared, accounts=shared)
 
     # ---- messages
 
@@ -208,7 +208,7 @@ class OwnAccounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class RunBuffer:
     """The buffers of all processes as one, for the trainer and its checkpoints."""
 
     source: GroupSource  # gives the groups of a step

@@ -23,7 +23,7 @@ from jaxrl_async.run.checkpoint.store import read_lora, read_trained
 from jaxrl_async.run.folder import Paths
 
 
-class Written(NamedTuple):
+class WrittenPolicy(NamedTuple):
     """What was written."""
 
     policy: Policy
@@ -116,7 +116,7 @@ def write_step(
     adapter_only: bool = False,
     tokenizer: Tokenizer | None = None,
     within_run: bool = False,
-) -> Written:
+) -> WrittenPolicy:
     """Write the policy of a checkpoint as a Hugging Face directory with its card, or its adapter
     alone in PEFT's format. Raises the errors of policy_at_step, and ConfigError if there is no
     adapter; arguments as its.
@@ -136,7 +136,7 @@ def write_step(
         policy.save_pretrained(out)
     card = model_card.model_card(paths, step=step, adapter=adapter_only)
     (out / "README.md").write_text(card, encoding="utf-8")
-    return Written(policy, base)
+    return WrittenPolicy(policy, base)
 
 
 def adapter_at_end(paths: Paths, dtype: str | None) -> tuple[Policy, str | None]:

@@ -51,7 +51,7 @@ from jaxrl_async.run.optional_parts import (
     SeatFillers,
     Serving,
 )
-from jaxrl_async.run.replay.recording import Recorded, read_schedule
+from jaxrl_async.run.replay.recording import RecordedSchedule, read_schedule
 from jaxrl_async.run.warm_start import warm_pairs
 from jaxrl_async.scorers.graders import check_answers, try_references
 from jaxrl_async.scorers.rewards import RewardFunction
@@ -86,7 +86,7 @@ class TaskInputs:
 class Inputs:
     """Checked inputs of a run."""
 
-    recorded: Recorded | None  # the schedule to replay; None: no replay
+    recorded: RecordedSchedule | None  # the schedule to replay; None: no replay
     tokenizer: Tokenizer
     slices: Slices
     spec: ModelSpec  # of the policy

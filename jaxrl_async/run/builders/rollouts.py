@@ -34,8 +34,8 @@ from jaxrl_async.run.builders.samplers import (
 )
 from jaxrl_async.run.checkpoint.rollout_state import StartingPoint, reopened
 from jaxrl_async.run.folder import Paths
-from jaxrl_async.run.lockstep import Joined, Lockstep
-from jaxrl_async.run.replay.recording import OrderedPrompts, Recorded, Recording, header_of
+from jaxrl_async.run.lockstep import Lockstep, RunBuffer
+from jaxrl_async.run.replay.recording import OrderedPrompts, RecordedSchedule, Recording, header_of
 from jaxrl_async.run.reporting import make_recorder
 from jaxrl_async.run.signals import Stop
 from jaxrl_async.types import (
@@ -75,7 +75,7 @@ def open_records(
     config: Config,
     paths: Paths,
     start: StartingPoint,
-    recorded: Recorded | None,
+    recorded: RecordedSchedule | None,
     lockstep: Lockstep,
     closing: ExitStack,
     *,
@@ -131,7 +131,7 @@ class RolloutSide:
     records: Records
     prompts: PromptStream | OrderedPrompts
     buffer: ReplayBuffer
-    joined: Joined  # the buffers of all processes, as the trainer uses them
+    joined: RunBuffer  # the buffers of all processes, as the trainer uses them
     sampling: Sampling
     rollouts: RolloutLoop
     gives_up: Callable[[], bool]  # whether to stop waiting for the samplers' answers

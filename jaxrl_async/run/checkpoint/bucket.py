@@ -29,7 +29,7 @@ from typing import Any
 
 from jaxrl_async.errors import ConfigError, FolderLost, in_a_line
 from jaxrl_async.metrics.trackers import TRACKERS_FILE
-from jaxrl_async.run.checkpoint.seal import CHECKSUMS, UNREADABLE, GivenUpReading
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, UNREADABLE, HashingAbandoned
 from jaxrl_async.run.folder import Paths
 
 ASIDE = CHECKSUMS + UNREADABLE
@@ -122,10 +122,10 @@ class BucketStorage:
 
     def check(self, step: int, give_up: Callable[[], bool] = lambda: False) -> None:
         """Raise OSError if the bucket's properties of an object differ from those at the write;
-        GivenUpReading if `give_up` returns True."""
+        HashingAbandoned if `give_up` returns True."""
         folder = self.directory / str(step)
         if give_up():
-            raise GivenUpReading(folder)
+            raise HashingAbandoned(folder)
         with _as_os_errors(folder):
             try:
                 content = self.system.cat_file(f"{self.root}/{step}/{CHECKSUMS}")

@@ -50,7 +50,7 @@ TRANSIENT = (
 log = logging.getLogger(__name__)
 
 
-class GivenUpReading(Exception):
+class HashingAbandoned(Exception):
     """Hashing was abandoned because its result is no longer needed."""
 
 
@@ -70,7 +70,7 @@ def is_sealed(folder: Path) -> bool:
 
 def checksums(folder: Path, give_up: Callable[[], bool] = lambda: False) -> dict[str, str]:
     """Return the SHA-256 of every file in a folder, by relative path. Several files are hashed at
-    the same time. Raises OSError, and GivenUpReading soon after `give_up` has returned True."""
+    the same time. Raises OSError, and HashingAbandoned soon after `give_up` has returned True."""
     files = _files(folder)
     workers = max(1, min(HASHED_AT_ONCE, os.cpu_count() or 1, len(files)))
     with ThreadPoolExecutor(workers, thread_name_prefix="checksums") as pool:
@@ -186,7 +186,7 @@ def sync_records(paths: Iterable[Path]) -> OSError | None:
 
 def check_files(folder: Path, give_up: Callable[[], bool] = lambda: False) -> None:
     """Raise OSError if the files of a checkpoint are not the written ones: one has changed, is
-    missing, was added or is a link out of it, or the checksums are missing. Raise GivenUpReading
+    missing, was added or is a link out of it, or the checksums are missing. Raise HashingAbandoned
     soon after `give_up` has returned True."""
     try:
         expected = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
@@ -248,7 +248,7 @@ def _digest(path: Path, give_up: Callable[[], bool]) -> str:
     with path.open("rb", buffering=0) as file, memoryview(block) as view:
         while size := file.readinto(view):
             if give_up():
-                raise GivenUpReading(path)
+                raise HashingAbandoned(path)
             digest.update(view[:size])
     return digest.hexdigest()
 

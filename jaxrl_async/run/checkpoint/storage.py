@@ -116,7 +116,7 @@ class FolderStorage:
         return is_sealed(self.directory / str(step))
 
     def check(self, step: int, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Hash its files and compare. Raises GivenUpReading, too."""
+        """Hash its files and compare. Raises HashingAbandoned, too."""
         check_files(self.directory / str(step), give_up)
 
     def check_links(self, step: int) -> None:

@@ -38,7 +38,7 @@ from jaxrl_async.mesh import HOST
 from jaxrl_async.model.lora import scale_of
 from jaxrl_async.run.checkpoint.array_shapes import check_arrays, shapes_of
 from jaxrl_async.run.checkpoint.orbax_fixes import fix_orbax
-from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_transient, sync_records
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, HashingAbandoned, is_transient, sync_records
 from jaxrl_async.run.checkpoint.storage import CheckpointStorage, FolderStorage, storage_of
 from jaxrl_async.run.folder import FolderWatch, Paths
 
@@ -209,7 +209,7 @@ class Checkpoints:
             return
         try:
             self._storage.check(step, self._is_hurried)
-        except GivenUpReading:
+        except HashingAbandoned:
             folder = self.directory / str(step)
             log.info("%s is not read back: the process ends; older ones are kept", folder)
         else:

@@ -23,7 +23,7 @@ from typing import Any
 from jaxrl_async.buffer.replay import ReplayBuffer
 from jaxrl_async.errors import Closed, ReplayError
 from jaxrl_async.ports.run import Clock, Intake, NotYet
-from jaxrl_async.run.replay.recording import Recorded, Recording
+from jaxrl_async.run.replay.recording import RecordedSchedule, Recording
 from jaxrl_async.types import CancelledGroup, Draw, Drop, EpisodeGroup, Prompt, Ticket
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Replay:
 
     def __init__(
         self,
-        recorded: Recorded,
+        recorded: RecordedSchedule,
         recording: Recording,
         *,
         stuck_s: float = STUCK_S,

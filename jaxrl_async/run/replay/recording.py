@@ -163,7 +163,7 @@ def recorded_settings(config: Config) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedSchedule:
     """A recording up to its end, or up to the point at which its run was killed."""
 
     path: Path
@@ -176,7 +176,7 @@ class Recorded:
         return f"{self.path}, line {index + 2}"
 
 
-def read_schedule(path: Path, config: Config) -> Recorded:
+def read_schedule(path: Path, config: Config) -> RecordedSchedule:
     """Read a recording that this configuration can replay. Raises ReplayError."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -208,7 +208,7 @@ def read_schedule(path: Path, config: Config) -> Recorded:
             stop + 1,
         )
     _check_blocks(path, events[1:last])
-    return Recorded(
+    return RecordedSchedule(
         path=path, lines=tuple(lines[1:last]), events=tuple(events[1:last]), ended=ended
     )
 

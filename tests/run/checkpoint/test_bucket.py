@@ -26,7 +26,7 @@ from jaxrl_async.metrics.trackers import TRACKERS_FILE
 from jaxrl_async.run.checkpoint import bucket_start, store
 from jaxrl_async.run.checkpoint.bucket import ASIDE, WRITER, BucketStorage
 from jaxrl_async.run.checkpoint.bucket_start import begin_writing, bring_back_records
-from jaxrl_async.run.checkpoint.seal import CHECKSUMS, GivenUpReading, is_transient
+from jaxrl_async.run.checkpoint.seal import CHECKSUMS, HashingAbandoned, is_transient
 from jaxrl_async.run.checkpoint.storage import bring_back
 from jaxrl_async.run.folder import WRITERS, Paths, read_signs, write_config
 
@@ -145,7 +145,7 @@ def test_older_ones_go_and_the_mark_goes_first(bucket, monkeypatch):
     bucket.forget_old(3, 2)
     assert bucket.steps() == [2, 3, 4] and removed[0] == f"{AT}/1/{CHECKSUMS}"
     assert names(bucket, 1) == set()
-    with pytest.raises(GivenUpReading):
+    with pytest.raises(HashingAbandoned):
         bucket.check(4, lambda: True)
 
 

@@ -14,7 +14,7 @@ from jaxrl_async.config.load import load
 from jaxrl_async.errors import Closed, ConfigError, ReplayError
 from jaxrl_async.ports.run import Intake, NotYet
 from jaxrl_async.run.replay.player import Replay, ReplayedBuffer
-from jaxrl_async.run.replay.recording import Recorded, Recording, header_of, read_schedule
+from jaxrl_async.run.replay.recording import RecordedSchedule, Recording, header_of, read_schedule
 from jaxrl_async.testing.fakes import make_group, make_prompt
 from jaxrl_async.train_command import main
 from jaxrl_async.types import CancelledGroup, Drop
@@ -28,7 +28,7 @@ def config(*overrides):
 
 
 def recorded(*events, ended=True):
-    return Recorded(
+    return RecordedSchedule(
         path=Path("run/schedule.jsonl"),
         lines=tuple(json.dumps(e) for e in events),
         events=tuple(events),
