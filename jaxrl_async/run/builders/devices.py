@@ -99,7 +99,7 @@ def _restart_cpu(needed: int) -> None:
     if live := jax.live_arrays():
         raise MeshError(
             f"the mesh needs {needed} devices, and JAX was started before with {len(devices)} on "
-            f"CPU, where {len(live)} arrays live, the largest of the shape "
+            f"the CPU, where {len(live)} arrays live, the largest of the shape "
             f"{max(live, key=lambda array: array.size).shape}. Put "
             f"jax.config.update('jax_num_cpu_devices', {needed}) before the first use of JAX, "
             "or set mesh.colocated=true: trainer and sampler then share one device."
