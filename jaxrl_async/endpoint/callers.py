@@ -14,7 +14,7 @@ from jaxrl_async.endpoint.sampling_request import (
     SamplingOptions,
     sampling_of,
 )
-from jaxrl_async.endpoint.sessions import PolicySession
+from jaxrl_async.endpoint.sessions import PolicySession, first_of
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import (
     Completion,
@@ -86,12 +86,7 @@ class Guest:
             logprobs=ask.options.logprobs,
         )
         ask.began(request.request_id)
-        future = self._generate.submit_many([request])[0]
-        try:
-            await asyncio.wait({future, ask.early}, return_when=asyncio.FIRST_COMPLETED)
-            return future.result() if future.done() else ask.early.result()
-        finally:
-            future.cancel()
+        return await first_of(self._generate.submit_many([request])[0], ask.early)
 
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
         """Do nothing: a guest has no episode."""

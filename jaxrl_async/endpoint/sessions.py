@@ -121,15 +121,14 @@ class PolicySession:
         self.prompt, self.label = place.prompt, str(place)  # the task; the member, as "g5/m2"
         self.place, self.limits, self.bounds = place, limits, bounds
         self._generate, self._run_stops = generate, run_stops
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._trace, self._given, self._told_reward_key = Trace(), GivenRewards(), False
         self._kept = kept or KeptAnswers()
         self.ended: str | None = None  # the reason for its end; None: it is open
         self.exhausted: str | None = None  # the limit of calls or tokens that rejected a call
         self._refused: IntArray | None = None  # [prompt] of a call that left no room
         self._talks = Talks()
-        self._on_end: list[Callable[[str], object]] = []
-        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Completion]]] = {}
+        self._on_end: dict[object, Callable[[str], object]] = {}  # of a running call: by its number
         self._counts, self._times = SessionCounts(), SessionTimes(clock)
 
     # ---- read by callers
@@ -159,7 +158,7 @@ class PolicySession:
         logprobs: LogprobRequest | None = None,
         cut: Callable[[IntArray], int | None] | None = None,
         early: "asyncio.Future[Completion] | None" = None,
-        began: Callable[[str], None] | None = None,
+        began: Callable[[str], object] = lambda request_id: None,
         voice: str = "",
     ) -> Completion:
         """Sample a continuation of these tokens, [prompt] int32, and record it. On any event loop.
@@ -186,27 +185,25 @@ class PolicySession:
         SessionLimit if it may sample no more, RolloutError for a request that cannot be served.
         """
         asked = CallOptions(max_new_tokens, stop_token_ids, sampling, seed, shaping)
-        request, number = self._begin(token_ids, asked, voice)
-        request = replace(request, logprobs=logprobs)
+        request, number, completion = self._begin(token_ids, asked, voice)
         try:
-            if began is not None:
-                began(request.request_id)
-            completion = self._kept_answer(request, voice)
+            began(request.request_id)
             if completion is None:
-                future = self._generate.submit_many([request])[0]
-                self._wait_for(number, future)
-                completion = await (future if early is None else _first_of(future, early))
+                loop = asyncio.get_running_loop()
+                future = self._generate.submit_many([replace(request, logprobs=logprobs)])[0]
+                self.on_end(lambda _: call_in(loop, future.cancel), number)
+                completion = await (future if early is None else first_of(future, early))
             check_kept(completion, self.limits, len(request.token_ids))
             kept = None if cut is None else cut(completion.token_ids)
         except BaseException as error:
-            self._cancel(number)
+            self._close_call(number, None)
             stopped = isinstance(error, asyncio.CancelledError | Closed) and not _is_cancelled()
             if stopped and self.ended is not None:
                 raise self._end_error() from None
             raise
         if kept is not None and kept < len(completion.token_ids):
             completion = cut_completion(completion, max(kept, 0), len(request.token_ids))
-        self._record(number, completion)
+        self._close_call(number, completion)
         return completion
 
     def tell_reward_key(self) -> str:
@@ -280,36 +277,30 @@ class PolicySession:
             if self.ended is not None:
                 return
             self.ended = reason
-            waiting, self._waiting = list(self._waiting.values()), {}
-            callbacks, self._on_end = self._on_end, []
-        for loop, future in waiting:
-            call_in(loop, future.cancel)
-        for callback in callbacks:
+            callbacks, self._on_end = self._on_end, {}
+        for callback in callbacks.values():
             callback(reason)
 
-    def on_end(self, callback: Callable[[str], object]) -> None:
+    def on_end(self, callback: Callable[[str], object], call: int | None = None) -> None:
         """Call a function once with the end reason when it has ended, or now if it has; on the
-        thread that ends it."""
+        thread that ends it. call: number of the running call whose end removes the function."""
         with self._lock:
             if self.ended is None:
-                self._on_end.append(callback)
+                self._on_end[object() if call is None else call] = callback
                 return
         callback(self.ended)
 
     def remaining_s(self) -> float:
         """Return the seconds until a time limit may end it, at least 0; infinite once it has
         ended."""
-        with self._lock:
-            return self._remaining()[0]
+        return self._remaining()[0]
 
     def expire(self) -> bool:
         """End it if a time limit is reached; return whether this call ended it."""
-        with self._lock:
-            left, reason = self._remaining()
-        if left > 0:
-            return False
-        self.end(reason)
-        return True
+        left, reason = self._remaining()
+        if left <= 0:
+            self.end(reason)
+        return left <= 0
 
     def drawing_s(self) -> float:
         """Return the time during which at least one of its calls was running, seconds."""
@@ -336,10 +327,9 @@ class PolicySession:
         with self._lock:
             return self._counts
 
-    def episode(self, *, stop: StopReason | None = None) -> Episode:
-        """Return the sampled contexts as an episode, with the score if there is one.
-
-        stop: its stop reason; None: LENGTH if it was exhausted, else its last call's.
+    def episode(self) -> Episode:
+        """Return the sampled contexts as an episode, with the score if there is one. Its stop
+        reason is LENGTH if the session was exhausted, else its last call's.
 
         Raises RolloutError if it has no sampled tokens, unless its first call left no room for an
         answer: that call is then the episode.
@@ -353,21 +343,19 @@ class PolicySession:
                     f"({self.ended or 'while open'}) and no call sampled any token. Let the "
                     "program use the address and key that it receives."
                 )
-            if stop is None:
-                stop = StopReason.LENGTH if self.exhausted is not None else self._trace.stop
             score = self._given.score(self._trace.token_rewards(self._given.of_calls))
-            opened, said = self._talks.said(None)
-            return replace(self._trace.episode(stop), opened=opened, messages=said, score=score)
+            return replace(self._played(self._trace.stop, None), score=score)
 
     def episode_of(self, voice: str) -> Episode | None:
         """Return one voice's contexts as an episode without a score; None: no sampled tokens."""
         with self._lock:
             stop = self._trace.stop_of(voice)
-            if stop is None:
-                return None
-            stop = StopReason.LENGTH if self.exhausted is not None else stop
-            opened, said = self._talks.said(voice)
-            return replace(self._trace.episode(stop, voice), opened=opened, messages=said)
+            return None if stop is None else self._played(stop, voice)
+
+    def _played(self, stop: StopReason, voice: str | None) -> Episode:
+        stop = StopReason.LENGTH if self.exhausted is not None else stop
+        opened, said = self._talks.said(voice)
+        return replace(self._trace.episode(stop, voice), opened=opened, messages=said)
 
     @property
     def too_long(self) -> bool:
@@ -376,8 +364,11 @@ class PolicySession:
 
     # ---- one call
 
-    def _begin(self, token_ids: IntArray, asked: CallOptions, voice: str) -> tuple[Request, int]:
-        """Check that a call is allowed, and register it."""
+    def _begin(
+        self, token_ids: IntArray, asked: CallOptions, voice: str
+    ) -> tuple[Request, int, Completion | None]:
+        """Check that a call is allowed, and register it; return its request, its number, and the
+        answer that a call of the same tokens got before a resume."""
         tokens = np.asarray(token_ids)
         check_call(self.label, tokens, asked)
         with self._lock:
@@ -397,14 +388,9 @@ class PolicySession:
                 left=max(self.bounds.max_tokens - self._trace.length, 1),
             )
             self._counts = self._counts.plus(calls=1, overridden_calls=overridden)
-        return request, begun.number
-
-    def _kept_answer(self, request: Request, voice: str) -> Completion | None:
-        """Return the answer that a call of the same tokens got before a resume; None: it is to be
-        sampled."""
-        with self._lock:
-            found = self._kept.take(request.token_ids, voice)
-        return None if found is None else replace(found, request_id=request.request_id)
+            kept = self._kept.take(request.token_ids, voice)
+        kept = None if kept is None else replace(kept, request_id=request.request_id)
+        return request, begun.number, kept
 
     def _check_open(self) -> None:
         if self.ended is not None:
@@ -418,44 +404,29 @@ class PolicySession:
 
     def _check_limits(self, tokens: IntArray) -> None:
         """Raise SessionLimit if no token may be sampled after these, [prompt] int32."""
-        limit = limit_reached(self._trace, self.bounds)
-        if not limit and (limit := no_room(len(tokens), self.limits.max_length)):
-            self._refused = tokens if self._refused is None else self._refused
-        if limit:
-            self.exhausted = self.exhausted or limit
+        full = no_room(len(tokens), self.limits.max_length)
+        if limit := limit_reached(self._trace, self.bounds) or full:
+            self.exhaust(limit, tokens if limit == full else None)
             raise SessionLimit(f"session {self.label} may not sample any more: {limit}.")
 
-    def _wait_for(self, number: int, future: "asyncio.Future[Completion]") -> None:
-        """Register this future so that `end` cancels it."""
+    def _close_call(self, number: int, completion: Completion | None) -> None:
+        """Record a call's completion; None: it was cancelled. Raises if the session has ended."""
         with self._lock:
-            if self.ended is None:
-                self._waiting[number] = (asyncio.get_running_loop(), future)
-                return
-        future.cancel()
-
-    def _cancel(self, number: int) -> None:
-        with self._lock:
-            waiting = self._waiting.pop(number, None)
-            self._trace.cancel(number)
-            self._counts = self._counts.plus(cancelled_calls=1)
-            self._times.used(stops_drawing=not self._trace.num_drawing)
-        if waiting is not None:
-            waiting[1].cancel()
-
-    def _record(self, number: int, completion: Completion) -> None:
-        with self._lock:
-            self._waiting.pop(number, None)
-            if self.ended is not None:  # ended just now: these tokens are not used
+            self._on_end.pop(number, None)
+            if completion is not None and self.ended is None:
+                self._trace.end(number, completion)
+            else:  # its tokens are not used
                 self._trace.cancel(number)
                 self._counts = self._counts.plus(cancelled_calls=1)
-                raise self._end_error()
-            self._trace.end(number, completion)
             self._times.used(stops_drawing=not self._trace.num_drawing)
+            if completion is not None and self.ended is not None:
+                raise self._end_error()
 
     def _remaining(self) -> tuple[float, str]:
         """Return the seconds until a time limit is reached, and its end reason."""
-        left = self._times.remaining(self.bounds, draws=self._trace.num_drawing > 0)
-        return left if self.ended is None else (math.inf, "")
+        with self._lock:
+            left = self._times.remaining(self.bounds, draws=self._trace.num_drawing > 0)
+            return left if self.ended is None else (math.inf, "")
 
 
 class Sessions:
@@ -570,16 +541,16 @@ class Sessions:
                 self._past.popitem(last=False)
 
 
-async def _first_of(
+async def first_of(
     future: "asyncio.Future[Completion]", early: "asyncio.Future[Completion]"
 ) -> Completion:
-    """Return the sampler's completion, or its first part if that is set first; then cancel the rest
-    of the call."""
-    await asyncio.wait({future, early}, return_when=asyncio.FIRST_COMPLETED)
-    if future.done():
-        return future.result()
-    future.cancel()
-    return early.result()
+    """Return the sampler's completion, or its first part if that is set first; then, and if the
+    caller is cancelled, cancel the rest of the call."""
+    try:
+        await asyncio.wait({future, early}, return_when=asyncio.FIRST_COMPLETED)
+        return future.result() if future.done() else early.result()
+    finally:
+        future.cancel()
 
 
 def _is_cancelled() -> bool:
