@@ -86,7 +86,7 @@ class AdapterAdmin:
             fields.refuse("lora_name", "a name other than the base's")
         if name in self._adapters.loaded() and not in_place:
             fields.refuse("lora_name", "a name that is not loaded, unless load_inplace is true")
-        version = await self._changed(name, lambda: self._adapters.load(name, folder))
+        version = await self._change(name, lambda: self._adapters.load(name, folder))
         return f"Success: LoRA adapter '{name}' added successfully (version {version})."
 
     async def unload(self, body: object) -> str:
@@ -97,7 +97,7 @@ class AdapterAdmin:
         fields.close(frozenset({"lora_int_id"}))
         if name not in self._adapters.loaded():
             raise CallRefused(f"adapter {name!r} is not loaded", status=404, field="lora_name")
-        await self._changed(name, lambda: self._adapters.unload(name))
+        await self._change(name, lambda: self._adapters.unload(name))
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _checked_root(self) -> Path:
@@ -108,7 +108,7 @@ class AdapterAdmin:
             )
         return self._loads_from
 
-    async def _changed(self, name: str, work: Callable[[], object]) -> Any:
+    async def _change(self, name: str, work: Callable[[], object]) -> Any:
         """Run a change off the event loop; it continues if the client disconnects. Raises
         CallRefused if it fails, or while another call changes the same adapter."""
         if name in self._changing:

@@ -219,7 +219,7 @@ def turn_constraint(
     if tools:
         allowed = [t for t in tools if not choice.names or t["function"]["name"] in choice.names]
         is_json = bool(parts) and constraint is not None and constraint.kind.startswith("json")
-        forms.append(("calls", *_call_rules(allowed, choice, marks, beside_json=is_json)))
+        forms.append(("calls", *_call_rules(allowed, choice, marks, or_json=is_json)))
     lead = {"": "", "may": "think? ", "open": "rest "}[marks.thinking]
     lines = [f"start: {lead}({' | '.join(name for name, *_ in forms)})"]
     if marks.thinking == "may":
@@ -248,9 +248,9 @@ def _text_rules(
         case "regex" | "choice":
             lead = r"|\s*<think>(?s:.*)" if marks.thinking == "may" else ""
             call = r"|(?s:.*)<tool_call>(?s:.*)" if tools and marks.calls == "hermes" else ""
-            apart = f" & ~/{(lead + call)[1:]}/" if lead or call else ""
+            excluded = f" & ~/{(lead + call)[1:]}/" if lead or call else ""
             yield "text: TEXT"
-            yield f"TEXT: WANTED{apart}"
+            yield f"TEXT: WANTED{excluded}"
             yield f"WANTED: {_terminal(constraint)}"
         case _:
             raise CallRefused(
@@ -276,11 +276,11 @@ def _json_rule(name: str, schema: object) -> str:
 
 
 def _call_rules(
-    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, marks: TurnMarks, *, beside_json: bool
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, marks: TurnMarks, *, or_json: bool
 ) -> Iterator[str]:
     """Yield the rules of one or several calls, in Hermes' form or as a turn in bare JSON.
 
-    beside_json: the turn may also be a text in JSON. Bare calls then have JSON's grammar, too: the
+    or_json: the turn may also be a text in JSON. Bare calls then have JSON's grammar, too: the
     matcher takes the longest piece, and the beginning of a call as one piece would hide a text that
     begins with the same letters.
     """
@@ -294,7 +294,7 @@ def _call_rules(
     for i, tool in enumerate(tools):
         function = tool["function"]
         arguments = function.get("parameters") or {"type": "object"}
-        if bare and beside_json:
+        if bare and or_json:
             yield _json_rule(f"call{i}", _call_schema(function["name"], arguments))
             continue
         head = f'{{"name": {json.dumps(function["name"])}, "{key}": '

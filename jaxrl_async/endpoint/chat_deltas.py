@@ -84,8 +84,8 @@ class ChatDeltas:
             )
         yield from self._reason_to(reasoning)
         yield from self._write_to(answer.content)
-        for place, call in enumerate(answer.tool_calls):
-            yield ChatDelta(call=(place, call))
+        for index, call in enumerate(answer.tool_calls):
+            yield ChatDelta(call=(index, call))
 
     def _may_change(self, content: str) -> bool:
         """Return whether a text may still become reasoning or a call as a whole, or lose its

@@ -250,8 +250,8 @@ class ChatWriter:
 
 def _delta(delta: ChatDelta) -> dict[str, Any]:
     if delta.call is not None:
-        place, call = delta.call
-        return {"tool_calls": [{"index": place, **call}]}
+        index, call = delta.call
+        return {"tool_calls": [{"index": index, **call}]}
     if delta.reasoning:
         return {"reasoning_content": delta.reasoning}
     return {"content": delta.content}

@@ -68,13 +68,13 @@ def text_call(body: object) -> TextCall:
     options = sampling_options(fields, count=count, usual=USUAL_TOKENS, least=0)
     if options.max_new_tokens == 0 and not echo and shown.prompt is None:
         fields.refuse("max_tokens", "at least 1, unless echo or prompt_logprobs is set")
-    asked = shown
+    requested = shown
     if options.max_new_tokens == 0 or (echo and logprobs is not None):
-        asked = replace(shown, prompt=max(shown.prompt or 0, logprobs or 0))
+        requested = replace(shown, prompt=max(shown.prompt or 0, logprobs or 0))
     stream_usage, counted = stream_usage_of(fields)
     call = TextCall(
         prompts=prompts,
-        options=replace(options, logprobs=asked.request),
+        options=replace(options, logprobs=requested.request),
         adds_special=fields.flag("add_special_tokens", True),
         echo=echo,
         stream=fields.flag("stream"),
@@ -170,12 +170,12 @@ class TextWriter:
     def _frame(self, choices: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         return self.heading.openai("text_completion", choices)
 
-    def _lead(self, index: int, drawn: Any, flow: TextFlow) -> dict[str, Any] | None:
+    def _lead(self, index: int, answer: Any, flow: TextFlow) -> dict[str, Any] | None:
         """Return the echoed prompt as a choice; None: it is not echoed."""
         if not self.call.echo:
             return None
         given = self.call.prompts[index // self.call.options.count]
-        row = prompt_row(self._prompt(index), drawn.prompt_logprobs)
+        row = prompt_row(self._prompt(index), answer.prompt_logprobs)
         text = given if isinstance(given, str) else self.words.decode(row.token_ids.tolist())
         lead = self._choice(index, text, row, flow)
         if lead["logprobs"] is not None:  # no token precedes the first one
@@ -213,16 +213,16 @@ class TextWriter:
         shown, ids = self.call.shown, row.token_ids.tolist()
         numbers = [json_number(x) for x in row.logprobs.tolist()]
         tops = []
-        for place, pair in enumerate(zip(ids, numbers, strict=True)):
+        for index, pair in enumerate(zip(ids, numbers, strict=True)):
             found: dict[str, float] = {}  # of tokens with the same text, the likeliest
-            for token, number in (*row.likely(place, shown.top, shown.ids), pair):
+            for token, number in (*row.likely(index, shown.top, shown.ids), pair):
                 found[word(token)] = max(number, found.get(word(token), number))
             tops.append(found)
         return {
             "tokens": [word(token) for token in ids],
             "token_logprobs": numbers,
             "top_logprobs": tops if shown.top or shown.ids else None,
-            "text_offset": flow.places(ids),
+            "text_offset": flow.offsets(ids),
         }
 
 

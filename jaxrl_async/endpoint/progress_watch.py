@@ -36,9 +36,9 @@ class ProgressWatch:
         self._task: asyncio.Task[None] | None = None
         self.failures = 0  # failed readings; answers then arrive only when complete
 
-    def add(self, request_ids: Sequence[str], news: asyncio.Event) -> None:
-        """Watch requests, and set `news` when one of them has more tokens."""
-        self._waiting |= dict.fromkeys(request_ids, news)
+    def add(self, request_ids: Sequence[str], event: asyncio.Event) -> None:
+        """Watch requests, and set `event` when one of them has more tokens."""
+        self._waiting |= dict.fromkeys(request_ids, event)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._read())
 
@@ -78,9 +78,9 @@ class ProgressWatch:
     def _take(self, partials: Sequence[Partial]) -> None:
         for partial in partials:
             name = partial.request.request_id
-            news, before = self._waiting.get(name), self._latest.get(name)
-            if news is None:
+            event, before = self._waiting.get(name), self._latest.get(name)
+            if event is None:
                 continue
             if before is None or len(before.token_ids) != len(partial.token_ids):
                 self._latest[name] = partial
-                news.set()
+                event.set()

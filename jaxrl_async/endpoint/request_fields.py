@@ -246,8 +246,8 @@ def table_lines() -> Iterator[str]:
 
 
 def summary_lines() -> Iterator[str]:
-    """Yield the lines of the table in docs/endpoint.md: a row for each use that no error tells a
-    client of. A field of several uses has its paths in brackets."""
+    """Yield the lines of the table in docs/endpoint.md: a row for each use without an
+    error for the client. A field of several uses has its paths in brackets."""
     found: dict[str, dict[FieldUse, list[str]]] = {}
     for path, rules in TABLES.items():
         for name, rule in rules.items():

@@ -25,7 +25,7 @@ from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall, effort_of, template_of
 from jaxrl_async.endpoint.request_fields import RESPONSES
 from jaxrl_async.endpoint.sampling_request import (
-    MAX_ASKED,
+    MAX_REQUESTED,
     SamplingOptions,
     sampling_options,
 )
@@ -51,17 +51,17 @@ class ResponsesCall:
     instructions: str | None = None
     previous: str | None = None  # id of the response that it continues
     stores: bool = True  # whether later calls may continue this one
-    asked: Mapping[str, Any]  # fields that the answer repeats: tools, temperature ...
+    repeated: Mapping[str, Any]  # fields that the answer repeats: tools, temperature ...
 
     def messages(self, before: Sequence[Message]) -> tuple[Message, ...]:
         """Return the whole conversation.
 
         before: conversation up to the previous response, which is included, without instructions.
         """
-        said = [*before, *self.chat.messages]
+        messages = [*before, *self.chat.messages]
         if self.instructions:
-            said.insert(0, {"role": "system", "content": self.instructions})
-        return read_messages(said, "input")
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        return read_messages(messages, "input")
 
 
 def responses_call(body: object) -> ResponsesCall:
@@ -69,7 +69,7 @@ def responses_call(body: object) -> ResponsesCall:
     fields = BodyFields(body)
     tools = tuple(map(_tool, fields.objects("tools", MAX_TOOLS)))
     options = sampling_options(fields)
-    most = fields.whole("max_output_tokens", 1, MAX_ASKED)
+    most = fields.whole("max_output_tokens", 1, MAX_REQUESTED)
     options = replace(options, max_new_tokens=most or options.max_new_tokens)
     options, ignored = _with_format(fields, options)
     reasoning, counted = _reasoning(fields)
@@ -90,7 +90,7 @@ def responses_call(body: object) -> ResponsesCall:
         instructions=fields.text("instructions"),
         previous=fields.text("previous_response_id"),
         stores=fields.flag("store", True),
-        asked={
+        repeated={
             "tools": fields.value("tools") or [],
             "tool_choice": fields.value("tool_choice") or "auto",
             "parallel_tool_calls": chat.choice.parallel,

@@ -1277,7 +1277,7 @@ GROUPS = (
             ("{{0,{MAX_CALLS - 1}}}", "{{0,{MAX_CALLS}}}"),
             ('if marks.thinking == "may" else ""', 'if marks.thinking == "open" else ""'),
             ("if text in marks.tokens else json.dumps(text)", "if False else json.dumps(text)"),
-            ("if bare and beside_json:", "if False:"),
+            ("if bare and or_json:", "if False:"),
             ('f"#/properties/parameters{ref[1:]}"', "ref"),
         ),
     ),
@@ -1315,7 +1315,7 @@ GROUPS = (
         ("data/test_token_bytes.py",),
         (
             ("(self._open + new[:1])", "new[:1]"),
-            ("        if new:\n            place +=", "        if True:\n            place +="),
+            ("        if new:\n            offset +=", "        if True:\n            offset +="),
         ),
     ),
     Group(

@@ -102,7 +102,7 @@ def test_bytes_joined_are_the_text_and_each_token_begins_where_they_say(kind, te
     assert tokenizer.decode(ids) == text
     wanted = [max(0, place - len(before)) for place in places_by_bytes(before + text, pieces)]
     for bytes_of in {None, tokenizer.bytes_in_text}:
-        assert TextFlow(tokenizer.decode, bytes_of=bytes_of).places(ids) == wanted
+        assert TextFlow(tokenizer.decode, bytes_of=bytes_of).offsets(ids) == wanted
     assert (tokenizer.bytes_in_text is None) == (kind != "bytes")
 
 
@@ -123,8 +123,8 @@ def test_special_tokens_and_ids_without_one():
     assert b"".join(map(letters.token_bytes, letters.encode("12+3=").tolist())) == b"12+3="
     ids = [*tokenizer.encode("a😀").tolist(), end, *tokenizer.encode("b").tolist()]
     for bytes_of in (None, tokenizer.bytes_in_text):
-        places = TextFlow(tokenizer.decode, bytes_of=bytes_of).places(ids)
-        assert places[0] == 0 and places[-1] == places[-2] == 2  # an end token has no text
+        offsets = TextFlow(tokenizer.decode, bytes_of=bytes_of).offsets(ids)
+        assert offsets[0] == 0 and offsets[-1] == offsets[-2] == 2  # an end token has no text
 
 
 def ids_of_bytes(tokenizer: Tokenizer, text: bytes) -> list[int]:
@@ -134,7 +134,7 @@ def ids_of_bytes(tokenizer: Tokenizer, text: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("text", "places"),
+    ("text", "offsets"),
     [
         (b"\x80\x80ab", [0, 1, 2, 3]),
         (b"\xe2\x82a", [0, 0, 1]),
@@ -145,10 +145,10 @@ def ids_of_bytes(tokenizer: Tokenizer, text: bytes) -> list[int]:
         (b"\xed\xa0\x80a", [0, 1, 2, 3]),  # half of a surrogate pair
     ],
 )
-def test_bytes_that_are_no_character_have_places_of_their_own(text, places):
+def test_bytes_that_are_no_character_have_places_of_their_own(text, offsets):
     tokenizer = byte_tokenizer(None)
     flow = TextFlow(tokenizer.decode, bytes_of=tokenizer.bytes_in_text)
-    assert flow.places(ids_of_bytes(tokenizer, text)) == places
+    assert flow.offsets(ids_of_bytes(tokenizer, text)) == offsets
 
 
 @pytest.mark.full
@@ -165,8 +165,8 @@ def test_a_token_begins_in_the_last_character_of_the_text_up_to_its_first_byte(d
         whole += b"" if token == end else tokenizer.token_bytes(token)
         wanted.append(max(0, len(whole.decode("utf-8", "replace")) - 1))
     assert tokenizer.decode(ids) == whole.decode("utf-8", "replace")
-    places = flow.places(ids)
-    assert [p for p, i in zip(places, ids, strict=True) if i != end] == [
+    offsets = flow.offsets(ids)
+    assert [p for p, i in zip(offsets, ids, strict=True) if i != end] == [
         w for w, i in zip(wanted, ids, strict=True) if i != end
     ]
 
