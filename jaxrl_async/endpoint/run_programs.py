@@ -28,7 +28,7 @@ def make_members(
     if not config.serving.external_agents:
         return programs, programs.oldest_s
     tries = config.serving.agent_tries
-    outside = ExternalAgentMembers(programs=programs, lobby=serving.lobby, tries=tries)
+    outside = ExternalAgentMembers(programs=programs, tasks=serving.tasks, tries=tries)
     return outside, programs.oldest_s
 
 

@@ -214,7 +214,7 @@ def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
         return scores[0]
     seats = [part_name(trace.agent.name) if several else "" for trace in trained]
     return tuple(
-        SeatScore(voice=trace.id, seat=seat, score=score, alike=seats.count(seat) > 1)
+        SeatScore(player=trace.id, seat=seat, score=score, alike=seats.count(seat) > 1)
         for trace, seat, score in zip(trained, seats, scores, strict=True)
     )
 

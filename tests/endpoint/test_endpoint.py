@@ -20,7 +20,7 @@ from endpoint_rig import KEY, SECTION, Rig, Speaker, closed, serve, tiny_policy
 
 from jaxrl_async.endpoint.sampling_request import CallerLimits
 from jaxrl_async.endpoint.service import EndpointLimits
-from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionMember
 from jaxrl_async.interop.vllm_messages import drawn_in_reply, request_body
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
@@ -287,8 +287,8 @@ def opened(rig: Rig, position: int = 3, **bounds):
         max_new_tokens=10,
         max_length=200,
     )
-    place = SessionPlace(prompt=make_prompt(position), label=f"g{position}", member=1)
-    return rig.sessions.open(rig.sampler, place, limits, SessionLimits(**bounds))
+    member = SessionMember(prompt=make_prompt(position), label=f"g{position}", index=1)
+    return rig.sessions.open(rig.sampler, member, limits, SessionLimits(**bounds))
 
 
 def test_a_session_becomes_an_episode_of_what_was_drawn(rig: Rig):

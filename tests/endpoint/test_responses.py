@@ -12,7 +12,7 @@ from endpoint_rig import SECTION, Rig, Speaker, closed, serve, tiny_policy
 
 from jaxrl_async.endpoint.sampling_request import CallerLimits
 from jaxrl_async.endpoint.service import EndpointLimits
-from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionMember
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import EpisodeLimits, Request, SamplingParams
@@ -50,8 +50,8 @@ def session_of(rig: Rig):
         max_new_tokens=4096,
         max_length=10**6,
     )
-    place = SessionPlace(prompt=make_prompt(1), label="g1")
-    return rig.sessions.open(rig.sampler, place, limits, SessionLimits())
+    member = SessionMember(prompt=make_prompt(1), label="g1")
+    return rig.sessions.open(rig.sampler, member, limits, SessionLimits())
 
 
 def prompts(rig: Rig) -> list[list[int]]:
@@ -191,7 +191,7 @@ def test_unnamed_responses_do_not_crowd_out_a_named_conversation():
         ask(model="m", input="More", previous_response_id=unnamed[0].id)
     speaker.texts = ["Passing."] * 3 + ["Kept."]
     for _ in range(3):
-        ask(model="m", input="Hi", store=False)  # nothing can follow: they take no place
+        ask(model="m", input="Hi", store=False)  # nothing can follow: they take no slot
     assert ask(model="m", input="More", previous_response_id=unnamed[-1].id).output_text == "Kept."
     closed(rig)
 
@@ -263,8 +263,8 @@ def test_what_a_coding_agent_sends_is_taken(talking: Rig):
     reply = talking.http.post("/v1/responses", json=body)
     assert reply.status_code == 200 and '"type":"response.completed"' in reply.text
     text = talking.tokenizer.decode_all(np.array(prompts(talking)[0]))
-    places = [text.index(part) for part in ("coding agent", "Permissions", "Fix it", "add")]
-    assert places[:3] == sorted(places[:3]) and "<tool_response>" in text
+    offsets = [text.index(part) for part in ("coding agent", "Permissions", "Fix it", "add")]
+    assert offsets[:3] == sorted(offsets[:3]) and "<tool_response>" in text
 
 
 @pytest.mark.exhaustive

@@ -57,13 +57,13 @@ def agent(sessions: Sessions):
 
     async def program(task):
         session = sessions.find(task.api_key)
-        rng = np.random.default_rng([session.prompt.position, session.place.member])
+        rng = np.random.default_rng([session.prompt.position, session.member.index])
 
         def some(n):
             return rng.integers(1, VOCAB, n).astype(np.int32)
 
         async def draw(tokens):
-            done = await session.draw(tokens)
+            done = await session.sample(tokens)
             return np.concatenate([tokens, done.token_ids])
 
         tokens = session.prompt.token_ids

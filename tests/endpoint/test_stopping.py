@@ -9,7 +9,7 @@ from chat_tokenizers import CHATML, byte_tokenizer
 from endpoint_rig import Speaker, closed, serve
 
 from jaxrl_async.endpoint import service
-from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionMember
 from jaxrl_async.errors import Closed
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import EpisodeLimits, SamplingParams
@@ -31,8 +31,8 @@ def test_calls_under_way_and_later_ones_are_told_to_come_back(
         max_new_tokens=96,
         max_length=128,
     )
-    place = SessionPlace(prompt=make_prompt(3), label="g3")
-    session = rig.sessions.open(rig.sampler, place, limits, SessionLimits())
+    member = SessionMember(prompt=make_prompt(3), label="g3")
+    session = rig.sessions.open(rig.sampler, member, limits, SessionLimits())
     told: list[openai.APIStatusError] = []
     client = openai.OpenAI(base_url=rig.openai.base_url, api_key=session.key, max_retries=retries)
 

@@ -16,7 +16,7 @@ from jaxrl_async.endpoint.http_answers import AnswerFormat, prompt_row
 from jaxrl_async.endpoint.http_server import Endpoint
 from jaxrl_async.endpoint.sampling_request import CallerLimits, ShownLogprobs
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService
-from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionMember
 from jaxrl_async.errors import RequestRefused
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import (
@@ -63,8 +63,8 @@ def session_of(rig: Rig, label: str = "g1", **more):
         max_length=10**5,
         **more,
     )
-    place = SessionPlace(prompt=make_prompt(1), label=label)
-    return rig.sessions.open(rig.sampler, place, limits, SessionLimits())
+    member = SessionMember(prompt=make_prompt(1), label=label)
+    return rig.sessions.open(rig.sampler, member, limits, SessionLimits())
 
 
 def chat(rig: Rig, text: str = "Hello", client=None, **fields):
@@ -82,8 +82,8 @@ EXTRA = (
 )  # fmt: skip
 
 
-def prompt_of(rig: Rig, place: int = -1) -> str:
-    return rig.tokenizer.decode_all(rig.sampler.requests[place].token_ids)
+def prompt_of(rig: Rig, index: int = -1) -> str:
+    return rig.tokenizer.decode_all(rig.sampler.requests[index].token_ids)
 
 
 # ---- what a guest asks for reaches the sampler; a session's distribution stays the run's
