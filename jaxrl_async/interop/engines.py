@@ -222,7 +222,7 @@ def engine_settings(
     assert section.slots is not None, "an_engine_does_what_is_asked"
     return EngineSettings(
         run=secrets.token_hex(4),
-        places=section.slots,
+        slots=section.slots,
         timeout_s=config.faults.sampler_hang_s,
         on_new_weights=section.on_new_weights,
         room=Room(

@@ -69,7 +69,7 @@ class VllmServer:
         self,
         url: str,
         *,
-        places: int = 1,
+        slots: int = 1,
         timeout_s: float = FACTS_S,
         count: Callable[[str], None] = lambda name: None,
     ) -> None:
@@ -77,7 +77,7 @@ class VllmServer:
 
         Args:
             url: such as http://HOST:8000.
-            places: maximum number of concurrent requests.
+            slots: maximum number of concurrent requests.
             timeout_s: timeout of one answer, seconds.
             count: called with the name of each fault (metrics.fault_counts).
         """
@@ -87,7 +87,7 @@ class VllmServer:
         self._client = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=httpx2.Timeout(timeout_s, connect=CONNECT_S),
-            limits=httpx2.Limits(max_connections=places + 4, max_keepalive_connections=places + 4),
+            limits=httpx2.Limits(max_connections=slots + 4, max_keepalive_connections=slots + 4),
             trust_env=False,
         )
 
@@ -100,9 +100,9 @@ class VllmServer:
 
         Raises ServerGone, and RefusedRequest if the server works but does not serve this request.
         """
-        wanted = int(body["sampling_params"]["max_tokens"]) + len(body["token_ids"])
+        tokens = int(body["sampling_params"]["max_tokens"]) + len(body["token_ids"])
         path = "/inference/v1/generate"
-        reply = await self._repeated("POST", path, body=body, limit=reply_limit(wanted))
+        reply = await self._repeated("POST", path, body=body, limit=reply_limit(tokens))
         if reply.status == 200:
             return reply.content
         what = f"{self.url} answers {reply.status}: {refusal_text(reply.content)}"

@@ -21,7 +21,7 @@ from endpoint_rig import KEY, SECTION, Rig, Speaker, closed, serve, tiny_policy
 from jaxrl_async.endpoint.sampling_request import CallerLimits
 from jaxrl_async.endpoint.service import EndpointLimits
 from jaxrl_async.endpoint.sessions import SessionLimits, SessionMember
-from jaxrl_async.interop.vllm_messages import drawn_in_reply, request_body
+from jaxrl_async.interop.vllm_messages import checked_reply, request_body
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import Completion, EpisodeLimits, Request, SamplingParams
@@ -200,7 +200,7 @@ def test_token_ids_come_as_our_own_vllm_client_reads_them(rig: Rig):
     body["sampling_params"]["seed"] = 4
     reply = rig.http.post("/inference/v1/generate", json=body | {"return_sampling_mask": True})
     (done,) = rig.sampler.generate([request])
-    drawn = drawn_in_reply(reply.json(), request, "weights", 0)
+    drawn = checked_reply(reply.json(), request, "weights", 0)
     assert np.array_equal(drawn.token_ids, done.token_ids)
     assert np.array_equal(drawn.logprobs, done.logprobs)
     assert np.array_equal(drawn.versions, done.versions)
