@@ -36,15 +36,15 @@ ARGUMENT_BYTES = 2**16
 """Maximum length of a program that is passed as an argument, which leaves no file."""
 GRADER = """
 import json, os, sys
-told = json.loads(sys.stdin.readline())
+request = json.loads(sys.stdin.readline())
 out = os.dup(1)
 nothing = os.open(os.devnull, os.O_WRONLY)
 os.dup2(nothing, 1)
 names = {"__name__": "answer"}
-exec(compile(told["program"], "answer.py", "exec"), names)
-exec(compile(told["test"], "test.py", "exec"), names)
-if told["entry_point"] and "check" in names:
-    names["check"](names[told["entry_point"]])
+exec(compile(request["program"], "answer.py", "exec"), names)
+exec(compile(request["test"], "test.py", "exec"), names)
+if request["entry_point"] and "check" in names:
+    names["check"](names[request["entry_point"]])
 os.write(out, sys.stdin.readline().strip().encode())
 """
 
@@ -95,11 +95,11 @@ def graded(box: Sandbox, program: str, record: Mapping[str, Any], where: str = "
             "`test_list` (MBPP), or `tests`, a list of {input, output}."
         )
     word = secrets.token_hex(16)
-    told = {"program": program, "test": test, "entry_point": record.get("entry_point")}
+    request = {"program": program, "test": test, "entry_point": record.get("entry_point")}
     outcome = box.run(
         [*PYTHON, GRADER],
         environ=PACKAGES,
-        stdin=f"{json.dumps(told)}\n{word}\n".encode(),
+        stdin=f"{json.dumps(request)}\n{word}\n".encode(),
         alone=True,
     )
     good = outcome.ok and outcome.stdout == word.encode()
@@ -129,8 +129,8 @@ def _failure(outcome: CommandOutcome, right: str) -> str:
     """Return why a case failed; "" if its output is right, except for spaces at ends of lines."""
     if not outcome.ok:
         return outcome.reason or ERROR
-    said = outcome.stdout.decode(errors="replace")
-    return "" if _lines(said) == _lines(right) else WRONG
+    output = outcome.stdout.decode(errors="replace")
+    return "" if _lines(output) == _lines(right) else WRONG
 
 
 def _lines(text: str) -> list[str]:

@@ -40,9 +40,9 @@ class Job:
     """A command that runs."""
 
     def __init__(self, request: dict[str, Any], process: "subprocess.Popen[bytes]") -> None:
-        self.request, self.process, self.taken = request, process, process.pid
+        self.request, self.process, self.pid = request, process, process.pid
         self.begun = time.monotonic()
-        self.kept = {"out": bytearray(), "err": bytearray()}
+        self.output = {"out": bytearray(), "err": bytearray()}
         assert process.stdout is not None and process.stderr is not None, "both are pipes"
         self.open: dict[Any, str] = {process.stdout: "out", process.stderr: "err"}
         for pipe in self.open:
@@ -52,7 +52,7 @@ class Job:
 
     def size(self) -> int:
         """Return the length of the output that was kept, bytes."""
-        return sum(len(kept) for kept in self.kept.values())
+        return sum(len(output) for output in self.output.values())
 
 
 class FirstProcess:
@@ -61,8 +61,8 @@ class FirstProcess:
     def __init__(self, limits: dict[str, Any]) -> None:
         self.limits = limits
         self.jobs: list[Job] = []
-        self.arrived = bytearray()
-        self.asked: dict[str, Any] | None = None
+        self.received = bytearray()
+        self.request: dict[str, Any] | None = None
         self.seccomp = base64.b64decode(limits["seccomp"])
         self.codes: dict[int, int] = {}
         self.at_first = files_left()
@@ -78,27 +78,27 @@ class FirstProcess:
                 data = os.read(0, 1 << 20)
                 if not data:
                     return
-                self.arrived += data
+                self.received += data
                 self.take_requests()
             self.reap()
             for job in list(self.jobs):
-                self.attend(job, readable)
+                self.update(job, readable)
             self.check_limits()
 
     def take_requests(self) -> None:
         """Start the commands of the requests that have arrived whole."""
         while True:
-            if self.asked is None:
-                end = self.arrived.find(b"\n")
+            if self.request is None:
+                end = self.received.find(b"\n")
                 if end < 0:
                     return
-                self.asked = json.loads(bytes(self.arrived[:end]))
-                del self.arrived[: end + 1]
-            if len(self.arrived) < self.asked["bytes"]:
+                self.request = json.loads(bytes(self.received[:end]))
+                del self.received[: end + 1]
+            if len(self.received) < self.request["bytes"]:
                 return
-            request, self.asked = self.asked, None
-            given = bytes(self.arrived[: request["bytes"]])
-            del self.arrived[: request["bytes"]]
+            request, self.request = self.request, None
+            given = bytes(self.received[: request["bytes"]])
+            del self.received[: request["bytes"]]
             self.start(request, given)
 
     def start(self, request: dict[str, Any], given: bytes) -> None:
@@ -117,8 +117,8 @@ class FirstProcess:
                     preexec_fn=lambda: self.confine(request),
                 )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
-            told = {"id": request["id"], "code": 127, "reason": "", "seconds": 0.0, "clean": False}
-            self.reply(told, b"", f"{request['words'][0]}: {error}\n".encode())
+            reply = {"id": request["id"], "code": 127, "reason": "", "seconds": 0.0, "clean": False}
+            self.reply(reply, b"", f"{request['words'][0]}: {error}\n".encode())
             return
         self.jobs.append(Job(request, process))
 
@@ -173,7 +173,7 @@ class FirstProcess:
         except ChildProcessError:
             return
 
-    def attend(self, job: Job, readable: list[Any]) -> None:
+    def update(self, job: Job, readable: list[Any]) -> None:
         """Read a job's output, look at its time, and reply if it is over."""
         for pipe in [f for f in job.open if f in readable]:
             data = pipe.read(1 << 16)
@@ -182,12 +182,12 @@ class FirstProcess:
                 pipe.close()
                 continue
             room = job.request["output"] - job.size()
-            job.kept[job.open[pipe]] += data[: max(room, 0)]
+            job.output[job.open[pipe]] += data[: max(room, 0)]
             if len(data) > room:
                 self.end(job, "output")
         now = time.monotonic()
-        if job.code is None and job.taken in self.codes:
-            job.code, job.ended = self.codes.pop(job.taken), now
+        if job.code is None and job.pid in self.codes:
+            job.code, job.ended = self.codes.pop(job.pid), now
             job.process.returncode = job.code
         if job.code is None and now - job.begun > job.request["timeout_s"]:
             self.end(job, "time")
@@ -208,7 +208,7 @@ class FirstProcess:
         if job.request["alone"]:
             kill_all()
             return
-        for pid in family(job.taken):
+        for pid in family(job.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -221,14 +221,14 @@ class FirstProcess:
             job.reason = "time"
         if not job.reason and job.code == -signal.SIGXFSZ:
             job.reason = "disk"
-        told = {
+        message = {
             "id": job.request["id"],
             "code": job.code,
             "reason": job.reason,
             "seconds": time.monotonic() - job.begun,
             "clean": job.request["alone"] and self.is_clean(),
         }
-        self.reply(told, bytes(job.kept["out"]), bytes(job.kept["err"]))
+        self.reply(message, bytes(job.output["out"]), bytes(job.output["err"]))
 
     def is_clean(self) -> bool:
         """Return whether nothing is left of what has run: no process and no change of a file."""
@@ -247,9 +247,9 @@ class FirstProcess:
                     job.reason = job.reason or over
             kill_all()
 
-    def reply(self, told: dict[str, Any], out: bytes = b"", err: bytes = b"") -> None:
+    def reply(self, message: dict[str, Any], out: bytes = b"", err: bytes = b"") -> None:
         """Send a message and a command's output to the host."""
-        line = json.dumps({**told, "out": len(out), "err": len(err)}).encode() + b"\n"
+        line = json.dumps({**message, "out": len(out), "err": len(err)}).encode() + b"\n"
         data = memoryview(line + out + err)
         while data:
             data = data[os.write(1, data) :]

@@ -61,13 +61,13 @@ class SandboxHarborEnvironment(BaseEnvironment):
 
     async def start(self, force_build: bool) -> None:
         """Start the sandbox and copy the task's files into it."""
-        asked: dict[str, Any] = {
+        resources: dict[str, Any] = {
             "memory_mb": self._effective_memory_mb or 2048,
             "disk_mb": min(self._effective_storage_mb or 1024, 1024),
             "processes": 256,
             "output_kb": OUTPUT_KB,
         }
-        limits = limits_of({**asked, **self._limits})
+        limits = limits_of({**resources, **self._limits})
         self._box = await asyncio.to_thread(lambda: Sandbox(limits))
         folders = [mount["target"] for mount in self._mounts]
         await self._done(["mkdir", "-p", self._copies.workdir, *folders])
@@ -114,8 +114,8 @@ class SandboxHarborEnvironment(BaseEnvironment):
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         """See BaseEnvironment."""
         data = await asyncio.to_thread(Path(source_path).read_bytes)
-        place = PurePosixPath(target_path)
-        await self._unpacked(_packed([(place.name, data, _mode(source_path))]), str(place.parent))
+        target = PurePosixPath(target_path)
+        await self._unpacked(_packed([(target.name, data, _mode(source_path))]), str(target.parent))
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         """See BaseEnvironment."""

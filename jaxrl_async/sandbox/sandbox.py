@@ -100,7 +100,7 @@ class Sandbox:
                 "engine: Harbor's environment docker."
             )
         self.limits = limits
-        told = {
+        settings = {
             "memory_mb": limits.memory_mb,
             "disk_mb": limits.disk_mb,
             "processes": limits.processes,
@@ -112,7 +112,7 @@ class Sandbox:
         )
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            kept(layouts.starting_words(layout, json.dumps(told))),
+            kept(layouts.starting_words(layout, json.dumps(settings))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -223,21 +223,21 @@ class Sandbox:
         assert stdout is not None, "stdout=PIPE"
         with stdout:
             while line := stdout.readline():
-                told = json.loads(line)
-                out, err = stdout.read(told["out"]), stdout.read(told["err"])
-                if "ready" in told:
+                message = json.loads(line)
+                out, err = stdout.read(message["out"]), stdout.read(message["err"])
+                if "ready" in message:
                     self._ready.set_result(None)
                     continue
                 with self._lock:
-                    answer = self._waiting.pop(told["id"])
-                    self.clean = told["clean"] and not self._waiting
+                    answer = self._waiting.pop(message["id"])
+                    self.clean = message["clean"] and not self._waiting
                 answer.set_result(
                     CommandOutcome(
-                        code=told["code"],
-                        reason=told["reason"],
+                        code=message["code"],
+                        reason=message["reason"],
                         stdout=out,
                         stderr=err,
-                        seconds=told["seconds"],
+                        seconds=message["seconds"],
                     )
                 )
         with self._lock:
@@ -290,13 +290,13 @@ class SandboxPool:
         self._limits, self._ready = limits, ready
         self._free: deque[Sandbox] = deque()
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(most)
+        self._slots = threading.BoundedSemaphore(most)
         self._closed = 0  # number of times that it was closed
 
     @contextmanager
     def one(self) -> Iterator[Sandbox]:
         """Lend a sandbox as it is after its start. Raises Away, ConfigError."""
-        with self._places:
+        with self._slots:
             with self._lock:
                 closed = self._closed
                 box = self._free.popleft() if self._free else None

@@ -110,7 +110,7 @@ def own_words(layout: SandboxLayout, limits: str) -> list[str]:
     """Return the command that starts a sandbox without bubblewrap (own_namespaces.py)."""
     import json
 
-    told: Mapping[str, object] = {
+    plan: Mapping[str, object] = {
         "shown": list(layout.shown),
         "links": list(layout.links),
         "disk_bytes": layout.disk_bytes,
@@ -119,7 +119,7 @@ def own_words(layout: SandboxLayout, limits: str) -> list[str]:
         "words": first_words(limits),
     }
     script = str(Path(__file__).with_name("own_namespaces.py"))
-    return [sys.executable, *OPTIONS, script, json.dumps(told)]
+    return [sys.executable, *OPTIONS, script, json.dumps(plan)]
 
 
 def starting_words(layout: SandboxLayout, limits: str) -> list[str]:

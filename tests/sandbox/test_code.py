@@ -105,7 +105,7 @@ READERS = {
     "right": ("print(sum(map(int, input().split())))", 1.0, ""),
     "right for two numbers": ("a, b = map(int, input().split())\nprint(a + b)", 0.75, "error"),
     "a constant": ("print(3)", 0.5, "wrong_output"),
-    "more than asked": ("print(sum(map(int, input().split())))\nprint(1)", 0.0, "wrong_output"),
+    "more than required": ("print(sum(map(int, input().split())))\nprint(1)", 0.0, "wrong_output"),
     "right, but an error after it": ("print(sum(map(int, input().split())))\n1/0", 0.0, "error"),
     "too long for an argument": ("print(sum(map(int, input().split())))\n#" + "x" * 2**17, 1.0, ""),
 }  # fmt: skip
@@ -142,8 +142,8 @@ def test_questions_of_the_three_kinds_of_records() -> None:
     assert "stdin" in problem_of(SUMS, "")["question"]
     own = {"question": "Complete.", "test": "assert 1", "entry_point": "f"}
     assert problem_of(own, "")["question"] == "Complete."
-    told = {"messages": [{"role": "user", "content": "a"}], "test": "assert 1"}
-    assert problem_of(told, "") == told
+    record = {"messages": [{"role": "user", "content": "a"}], "test": "assert 1"}
+    assert problem_of(record, "") == record
 
 
 def test_a_problem_is_what_stands_between_two_line_feeds(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_problem_is_what_stands_between_two_line_feeds(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: has no tests"),
@@ -167,17 +167,17 @@ def test_a_problem_is_what_stands_between_two_line_feeds(tmp_path: Path) -> None
         ('{"text": "a", "tests": [{"input": "1"}]}', "input and output"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, told: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text(json.dumps(HUMAN) + "\n" + line + "\n")
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         read_problems(str(file))
     with pytest.raises(DataError, match="nowhere"):
         read_problems(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"tools": ["perl"]}, "a list of python and bash"),
         ({"tools": "bash"}, "tools"),
@@ -188,8 +188,8 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, told: str) -> None:
         ({"partial": 1}, "partial"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(sandboxes, arguments, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_arguments_that_make_no_sense_are_refused(sandboxes, arguments, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_task({"code:small_functions": arguments})
 
 
@@ -201,8 +201,8 @@ def test_a_files_task_scores_its_own_solutions(sandboxes, tmp_path: Path) -> Non
     task = load_task({f"code:{file}": {"timeout_s": 20}})
     (reward,) = task.rewards
     assert len(task.records) == 3 and task.environment is None and task.held_out is None
-    said = reward(HUMAN["canonical_solution"], task.records[0], lambda name, value: None)
-    assert said == {"correct": 1.0}
+    score = reward(HUMAN["canonical_solution"], task.records[0], lambda name, value: None)
+    assert score == {"correct": 1.0}
 
 
 @pytest.mark.full
