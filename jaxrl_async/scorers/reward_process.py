@@ -24,7 +24,7 @@ from jaxrl_async.scorers.reward_arguments import reward_arguments_of
 from jaxrl_async.scorers.reward_call import RewardCall, called, scores_of
 from jaxrl_async.tasks.function_source import FunctionSource, loaded
 from jaxrl_async.tasks.user_process import UserProcess, serve_requests
-from jaxrl_async.tasks.usercode import TooLate, told
+from jaxrl_async.tasks.usercode import TooLate, describe_error
 from jaxrl_async.types import Score
 
 LOAD_S = 300.0
@@ -146,8 +146,8 @@ def _replied(message: Mapping[str, Any]) -> dict[str, Any]:
         return {"raised": str(error)}
     except BaseException as error:  # every exception belongs to the call
         if (away := away_in(error)) is not None:
-            return {"away": told(error), "wait_s": asked_wait_s(away)}
-        return {"raised": told(error)}
+            return {"away": describe_error(error), "wait_s": asked_wait_s(away)}
+        return {"raised": describe_error(error)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
