@@ -24,7 +24,7 @@ from jaxrl_async.data.images import ImageStore
 from jaxrl_async.data.tokenizer import load_tokenizer
 from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
 from jaxrl_async.endpoint.http_server import LOOPBACK, Endpoint
-from jaxrl_async.endpoint.image_chat import seeing
+from jaxrl_async.endpoint.image_chat import with_images
 from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
 from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
@@ -205,7 +205,7 @@ def served_policy(
         name=folder.resolve().name,
         generate=generate,
         tokenizer=tokenizer,
-        chat=seeing(found, images),
+        chat=with_images(found, images),
         terms=CallerLimits(
             sampling=SamplingParams(),
             stop_token_ids=stop_ids(tokenizer, found),

@@ -79,14 +79,14 @@ class AdapterAdmin:
         name, path = fields.needed_text("lora_name"), fields.needed_text("lora_path")
         in_place = fields.flag("load_inplace")
         fields.close()
-        folder = _below(root, path)
+        folder = _folder_below(root, path)
         if folder is None:
             fields.refuse("lora_path", "a folder below the --adapters-from folder")
         if name == self._base:
             fields.refuse("lora_name", "a name other than the base's")
         if name in self._adapters.loaded() and not in_place:
             fields.refuse("lora_name", "a name that is not loaded, unless load_inplace is true")
-        version = await self._changed(name, lambda: self._adapters.load(name, folder))
+        version = await self._change(name, lambda: self._adapters.load(name, folder))
         return f"Success: LoRA adapter '{name}' added successfully (version {version})."
 
     async def unload(self, body: object) -> str:
@@ -97,7 +97,7 @@ class AdapterAdmin:
         fields.close(frozenset({"lora_int_id"}))
         if name not in self._adapters.loaded():
             raise CallRefused(f"adapter {name!r} is not loaded", status=404, field="lora_name")
-        await self._changed(name, lambda: self._adapters.unload(name))
+        await self._change(name, lambda: self._adapters.unload(name))
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _checked_root(self) -> Path:
@@ -108,7 +108,7 @@ class AdapterAdmin:
             )
         return self._loads_from
 
-    async def _changed(self, name: str, work: Callable[[], object]) -> Any:
+    async def _change(self, name: str, work: Callable[[], object]) -> Any:
         """Run a change off the event loop; it continues if the client disconnects. Raises
         CallRefused if it fails, or while another call changes the same adapter."""
         if name in self._changing:
@@ -130,7 +130,7 @@ class AdapterAdmin:
             raise CallRefused(f"adapter {name!r} cannot be read: {reason}") from None
 
 
-def _below(root: Path, path: str) -> Path | None:
+def _folder_below(root: Path, path: str) -> Path | None:
     """Resolve a folder that a call names, following links; None unless it lies below root."""
     try:
         folder = (root / path).resolve()

@@ -35,7 +35,7 @@ from jaxrl_async.endpoint.sessions import (
     GAVE_UP,
     PolicySession,
     SessionLimits,
-    SessionPlace,
+    SessionMember,
     Sessions,
     call_in,
 )
@@ -154,10 +154,10 @@ class ProgramMember:
 
     def sampled_versions(self) -> IntArray:
         """See ports.Plays."""
-        made = NOTHING if self._session is None else self._session.sampled_versions()
-        waiting = self._kept if self._session is None else self._session.not_repeated()
-        kept = (completion.versions for calls in waiting for completion in calls.completions)
-        return np.concatenate([made, *kept]).astype(np.int32)
+        sampled = NOTHING if self._session is None else self._session.sampled_versions()
+        unrepeated = self._kept if self._session is None else self._session.not_repeated()
+        kept = (completion.versions for calls in unrepeated for completion in calls.completions)
+        return np.concatenate([sampled, *kept]).astype(np.int32)
 
     def calls(self) -> tuple[SavedCalls, ...]:
         """See ports.KeepsCalls."""
@@ -188,9 +188,9 @@ class ProgramMember:
         nothing, Closed if the run is stopping.
         """
         programs, clock = self._programs, asyncio.get_running_loop().time
-        place = SessionPlace(prompt=prompt, label=label, member=member)
+        played = SessionMember(prompt=prompt, label=label, index=member)
         kept, self._kept = KeptAnswers(self._kept), ()
-        session = programs.sessions.open(generate, place, limits, programs.bounds, kept=kept)
+        session = programs.sessions.open(generate, played, limits, programs.bounds, kept=kept)
         self._session = session
         started = clock()
         try:
@@ -198,26 +198,26 @@ class ProgramMember:
                 returned = await self._outcome(session)
             session.finish()
             if isinstance(returned, tuple) and all(isinstance(r, SeatScore) for r in returned):
-                return _seated(session, returned, member)
-            return self._judged(session, returned)
+                return _player_episodes(session, returned, member)
+            return self._scored(session, returned)
         finally:
             session.end("its program has ended")
-            spent_s(max(clock() - started - session.drawing_s(), 0.0))
+            spent_s(max(clock() - started - session.sampling_s(), 0.0))
             self._count(session)
 
     async def _outcome(self, session: PolicySession) -> Any:
         """Return the program's result; None if a limit ended its episode."""
-        work = asyncio.ensure_future(self._guarded(session))
+        work = asyncio.ensure_future(self._run_program(session))
         try:
-            await _watched(work, session)
+            await _wait_for(work, session)
             if work.done():
                 return work.result()
             if session.ended == FINISHED:
                 log.warning("session %s: its program continues after it finished", session.label)
                 return None
-            raise self._too_late(session)
+            raise self._end_error(session)
         except RolloutError as error:
-            if session.exhausted is None or not (session.drew or session.too_long):
+            if session.exhausted is None or not (session.has_sampled or session.too_long):
                 raise
             log.info("session %s: %s; then: %s", session.label, session.exhausted, error)
             return None
@@ -225,7 +225,7 @@ class ProgramMember:
             work.cancel()
             await asyncio.wait({work}, timeout=REAP_S)
 
-    async def _guarded(self, session: PolicySession) -> Any:
+    async def _run_program(self, session: PolicySession) -> Any:
         """Run the program. Raises RolloutError for any error of it, Closed if the run stops."""
         programs, prompt = self._programs, session.prompt
         agent = AgentSession(
@@ -241,10 +241,10 @@ class ProgramMember:
             if isinstance(self._run, ProgramCommand):
                 return await self._run(agent)
             if inspect.iscoroutinefunction(self._run):
-                return await _on_own_loop(lambda: self._run(agent), session.label)
-            returned = await _in_thread(self._run, agent, f"program-{session.label}")
+                return await _await_on_user_loop(lambda: self._run(agent), session.label)
+            returned = await _call_in_thread(self._run, agent, f"program-{session.label}")
             if inspect.isawaitable(returned):
-                return await _on_own_loop(lambda: returned, session.label)
+                return await _await_on_user_loop(lambda: returned, session.label)
             return returned
         except BaseException as error:
             if is_the_runs_own_end(error) or isinstance(error, Closed):
@@ -256,7 +256,7 @@ class ProgramMember:
                 f"prompt {prompt.prompt_id}: the program of {session.label} failed: {kind}{error}"
             ) from cause
 
-    def _too_late(self, session: PolicySession) -> Exception:
+    def _end_error(self, session: PolicySession) -> Exception:
         """Return the error of a session that was ended by its time limit or by the run."""
         if self._programs.sessions.closed:
             return Closed("the run is stopping")
@@ -272,18 +272,18 @@ class ProgramMember:
             f"ended: {session.ended}. Make the program faster or raise the limit."
         )
 
-    def _judged(self, session: PolicySession, returned: object) -> Episode:
+    def _scored(self, session: PolicySession, returned: object) -> Episode:
         """Return the session's episode with its score. The program's return value replaces rewards
         of the whole session; rewards of calls are kept."""
         episode = session.episode()
         if returned is None:
             return episode
         score = self._programs.judge(returned, episode)
-        said = None if episode.score is None else episode.score.token_rewards
-        if said is not None:
+        theirs = None if episode.score is None else episode.score.token_rewards
+        if theirs is not None:
             own = score.token_rewards
             score = replace(
-                score, token_rewards=said if own is None else (own + said).astype(np.float32)
+                score, token_rewards=theirs if own is None else (own + theirs).astype(np.float32)
             )
         return replace(episode, score=score)
 
@@ -302,13 +302,13 @@ class ProgramMember:
                 self._programs.count(name, number)
 
 
-def _seated(
+def _player_episodes(
     session: PolicySession, scores: Sequence[SeatScore], member: int
 ) -> tuple[Episode, ...]:
     """Return an episode with its own score for each player that sampled tokens. If the first call
     left no room for an answer, return that call. Raises RolloutError if there is neither."""
-    found = [(score, session.episode_of(score.voice)) for score in scores]
-    played = [(of, episode) for of, episode in found if episode is not None]
+    pairs = [(score, session.episode_of(score.player)) for score in scores]
+    played = [(of, episode) for of, episode in pairs if episode is not None]
     return tuple(
         replace(episode, score=of.score, seat=of.seat, peers=of.peers(member))
         for of, episode in played or [(scores[0], session.episode())]
@@ -326,7 +326,7 @@ def messages_for(prompt: Prompt, system_prompt: str | None) -> tuple[Message, ..
     )
 
 
-async def _watched(work: "asyncio.Future[Any]", session: PolicySession) -> None:
+async def _wait_for(work: "asyncio.Future[Any]", session: PolicySession) -> None:
     """Wait until the program is done, its session has ended for a reason other than FINISHED, or
     its time is over."""
     loop = asyncio.get_running_loop()
@@ -337,21 +337,21 @@ async def _watched(work: "asyncio.Future[Any]", session: PolicySession) -> None:
         if not over.done():
             over.set_result(None)
 
-    def tell(reason: str) -> None:
+    def notify(reason: str) -> None:
         if reason != FINISHED:
             call_in(loop, end)
 
-    session.on_end(tell)
+    session.on_end(notify)
     while not (work.done() or over.done()):
-        left = min(deadline - loop.time(), session.remaining_s())
-        await asyncio.wait({work, over}, timeout=max(left, 0.0), return_when="FIRST_COMPLETED")
+        left_s = min(deadline - loop.time(), session.remaining_s())
+        await asyncio.wait({work, over}, timeout=max(left_s, 0.0), return_when="FIRST_COMPLETED")
         session.expire()
         if loop.time() >= deadline:
             session.end(f"it took more than {session.bounds.total_s:g} s")
             break
 
 
-async def _in_thread(function: Program, agent: AgentSession, name: str) -> Any:
+async def _call_in_thread(function: Program, agent: AgentSession, name: str) -> Any:
     """Call a function in a separate thread, which is not joined at the end."""
     done: Future[Any] = Future()
     done.set_running_or_notify_cancel()  # a caller that stops waiting does not end it
@@ -367,7 +367,7 @@ async def _in_thread(function: Program, agent: AgentSession, name: str) -> Any:
     return await asyncio.wrap_future(done)
 
 
-async def _on_own_loop(work: Callable[[], Awaitable[object]], label: str) -> Any:
+async def _await_on_user_loop(work: Callable[[], Awaitable[object]], label: str) -> Any:
     """Await a program's awaitable on the loop for user code. If it is cancelled and does not end
     within REAP_S seconds, it is abandoned."""
     outcome = await run_async(work, None, reap_s=REAP_S, name=f"the program of {label}")
@@ -411,8 +411,8 @@ class ProgramCommand:
             )
         self._words = words
         self._environ = without_secrets(os.environ, secrets, shown)
-        told = {*self._environ, *command_environment(EXAMPLE)}
-        self._unseen = unseen(os.environ, told, secrets)
+        variables = {*self._environ, *command_environment(EXAMPLE)}
+        self._unseen = unseen(os.environ, variables, secrets)
         if self._unseen:
             log.warning(
                 "the program's command does not see these environment variables: %s. If it needs "
@@ -423,15 +423,15 @@ class ProgramCommand:
     async def __call__(self, agent: AgentSession) -> None:
         """Run it to its end. Raises RolloutError, with the end of its output, for a nonzero exit
         code. No process that it started is left running in any case."""
-        told = command_environment(agent)
-        for name, text in told.items():
+        variables = command_environment(agent)
+        for name, text in variables.items():
             if len(text.encode("utf-8", "replace")) > MAX_VARIABLE_BYTES or "\0" in text:
                 raise RolloutError(
                     f"the variable {name} would have {len(text)} characters or a null byte, but a "
                     f"command's variables are limited to {MAX_VARIABLE_BYTES} bytes each. Use a "
                     f"function as the program, or shorten the record."
                 )
-        command = await COMMANDS.start(self._words, {**self._environ, **told})
+        command = await COMMANDS.start(self._words, {**self._environ, **variables})
         tail = bytearray()
         reading = asyncio.ensure_future(_keep_tail(command.stdout, tail))
         try:

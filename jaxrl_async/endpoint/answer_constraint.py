@@ -54,7 +54,7 @@ def constraint_of(fields: BodyFields) -> tuple[str | None, Constraint | None]:
     """Return what the text of an answer must match, from OpenAI's and vLLM's fields, after the name
     of its field. Raises CallRefused."""
     inner = fields.inner("structured_outputs", {})
-    found = [
+    constraints = [
         ("response_format", format_constraint(fields, "response_format", "json_schema")),
         *(("structured_outputs", _structured(inner, name, name)) for name in GUIDED.values()),
         *((field, _structured(fields, field, name)) for field, name in GUIDED.items()),
@@ -63,13 +63,13 @@ def constraint_of(fields: BodyFields) -> tuple[str | None, Constraint | None]:
         frozenset({"disable_any_whitespace", "whitespace_pattern", "_backend"}),
         {"disable_additional_properties": (False,), "disable_fallback": (False,)},
     )
-    given = [(field, constraint) for field, constraint in found if constraint is not None]
-    if len(given) > 1:
+    present = [(field, constraint) for field, constraint in constraints if constraint is not None]
+    if len(present) > 1:
         raise CallRefused(
             "only one of response_format, structured_outputs and guided_* may be given",
             field="response_format",
         )
-    return given[0] if given else (None, None)
+    return present[0] if present else (None, None)
 
 
 def format_constraint(
@@ -219,7 +219,7 @@ def turn_constraint(
     if tools:
         allowed = [t for t in tools if not choice.names or t["function"]["name"] in choice.names]
         is_json = bool(parts) and constraint is not None and constraint.kind.startswith("json")
-        forms.append(("calls", *_call_rules(allowed, choice, marks, beside_json=is_json)))
+        forms.append(("calls", *_call_rules(allowed, choice, marks, or_json=is_json)))
     lead = {"": "", "may": "think? ", "open": "rest "}[marks.thinking]
     lines = [f"start: {lead}({' | '.join(name for name, *_ in forms)})"]
     if marks.thinking == "may":
@@ -248,9 +248,9 @@ def _text_rules(
         case "regex" | "choice":
             lead = r"|\s*<think>(?s:.*)" if marks.thinking == "may" else ""
             call = r"|(?s:.*)<tool_call>(?s:.*)" if tools and marks.calls == "hermes" else ""
-            apart = f" & ~/{(lead + call)[1:]}/" if lead or call else ""
+            excluded = f" & ~/{(lead + call)[1:]}/" if lead or call else ""
             yield "text: TEXT"
-            yield f"TEXT: WANTED{apart}"
+            yield f"TEXT: WANTED{excluded}"
             yield f"WANTED: {_terminal(constraint)}"
         case _:
             raise CallRefused(
@@ -276,11 +276,11 @@ def _json_rule(name: str, schema: object) -> str:
 
 
 def _call_rules(
-    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, marks: TurnMarks, *, beside_json: bool
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, marks: TurnMarks, *, or_json: bool
 ) -> Iterator[str]:
     """Yield the rules of one or several calls, in Hermes' form or as a turn in bare JSON.
 
-    beside_json: the turn may also be a text in JSON. Bare calls then have JSON's grammar, too: the
+    or_json: the turn may also be a text in JSON. Bare calls then have JSON's grammar, too: the
     matcher takes the longest piece, and the beginning of a call as one piece would hide a text that
     begins with the same letters.
     """
@@ -294,7 +294,7 @@ def _call_rules(
     for i, tool in enumerate(tools):
         function = tool["function"]
         arguments = function.get("parameters") or {"type": "object"}
-        if bare and beside_json:
+        if bare and or_json:
             yield _json_rule(f"call{i}", _call_schema(function["name"], arguments))
             continue
         head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
@@ -307,20 +307,20 @@ def _call_schema(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
     own = {k: v for k, v in arguments.items() if k == "x-guidance"}  # is only read at the top
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "parameters": _moved(arguments)},
+        "properties": {"name": {"const": name}, "parameters": _with_moved_refs(arguments)},
         "required": ["name", "parameters"],
         "additionalProperties": False,
         **own,
     }
 
 
-def _moved(schema: object) -> Any:
+def _with_moved_refs(schema: object) -> Any:
     """Return a schema's parts with references that find them within `_call_schema`."""
     if isinstance(schema, list):
-        return [_moved(part) for part in schema]
+        return [_with_moved_refs(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(part) for key, part in schema.items()}
+    moved = {key: _with_moved_refs(part) for key, part in schema.items()}
     if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
         moved["$ref"] = f"#/properties/parameters{ref[1:]}"
     return moved

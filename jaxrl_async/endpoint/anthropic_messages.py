@@ -16,8 +16,8 @@ from jaxrl_async.endpoint.call_messages import (
     image_part,
     joined_parts,
     joined_text,
-    promised_tools,
     read_messages,
+    strict_fields,
     text_part,
     without_prefix,
 )
@@ -27,7 +27,7 @@ from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall, effort_of, template_of
 from jaxrl_async.endpoint.request_fields import MESSAGES
 from jaxrl_async.endpoint.sampling_request import (
-    MAX_ASKED,
+    MAX_REQUESTED,
     SamplingOptions,
     stops_of,
     temperature_of,
@@ -62,8 +62,8 @@ def messages_call(body: object, *, counting: bool = False) -> ChatCall:
     messages = list(_system(fields.value("system")))
     for message in fields.objects("messages", MAX_MESSAGES):
         messages += _turn(message)
-    asked = fields.whole("max_tokens", 1, MAX_ASKED)
-    if asked is None and not counting:
+    max_new_tokens = fields.whole("max_tokens", 1, MAX_REQUESTED)
+    if max_new_tokens is None and not counting:
         fields.refuse("max_tokens", "a whole number of at least 1")
     tools = tuple(map(_tool, fields.objects("tools", MAX_TOOLS)))
     effort, constraint = _output(fields)
@@ -81,14 +81,14 @@ def messages_call(body: object, *, counting: bool = False) -> ChatCall:
             temperature=temperature_of(fields),
             top_k=top_k_of(fields),
             top_p=top_p_of(fields),
-            max_new_tokens=asked,
+            max_new_tokens=max_new_tokens,
             stops=stops_of(fields, "stop_sequences"),
             shaping=None if constraint is None else LogitShaping(constraint=constraint),
             constrained_by="output_format" if fields.value("output_format") else "output_config",
         ),
         stream=fields.flag("stream"),
     )
-    return replace(call, ignored=(*fields.settle(MESSAGES), *counted, *promised_tools(fields)))
+    return replace(call, ignored=(*fields.settle(MESSAGES), *counted, *strict_fields(fields)))
 
 
 def _output(fields: BodyFields) -> tuple[Mapping[str, Any] | None, Constraint | None]:
@@ -151,20 +151,20 @@ def _user(blocks: Iterable[BodyFields]) -> list[dict[str, Any]]:
             case _:
                 block.refuse("type", "'text', 'image' or 'tool_result'")
         block.close(BLOCK_LABELS)
-    said = [{"role": "user", "content": joined_parts(parts)}] if parts or not results else []
-    return results + said
+    message = [{"role": "user", "content": joined_parts(parts)}] if parts or not results else []
+    return results + message
 
 
 def _tool_result(fields: BodyFields) -> dict[str, Any]:
-    given, name = fields.value("content"), fields.name("content")
-    blocks = given if isinstance(given, list) else []
+    value, name = fields.value("content"), fields.name("content")
+    blocks = value if isinstance(value, list) else []
     if any(isinstance(block, dict) and block.get("type") == "image" for block in blocks):
         content: Any = [
             _image(b) if b.needed_text("type") == "image" else text_part(b.needed_text("text"))
             for b in fields.objects("content")
         ]
     else:
-        content = "" if given is None else content_of(given, name)
+        content = "" if value is None else content_of(value, name)
     if fields.flag("is_error"):
         content = f"Error: {joined_text(content, name)}"
     call = fields.needed_text("tool_use_id")
@@ -246,8 +246,8 @@ class MessageWriter:
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _all(self, answer: ChatAnswer) -> dict[str, int]:
-        drawn = len(answer.answer.completion.token_ids)
-        return {"input_tokens": len(self.prompt), "output_tokens": drawn}
+        sampled = len(answer.answer.completion.token_ids)
+        return {"input_tokens": len(self.prompt), "output_tokens": sampled}
 
     def begin(self) -> dict[str, Any]:
         """Return the first event."""

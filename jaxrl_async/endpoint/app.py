@@ -112,14 +112,14 @@ class EndpointApp:
             await self._refuse(exchange, CallRefused("the server is closing", status=503))
         except Exception as error:
             refused = refusal_of(error)
-            _forget(error)
+            _clear_frames(error)
             await self._refuse(exchange, refused)
 
     async def _serve(self, exchange: HttpExchange) -> None:
         """Route a call to its handler."""
         path = exchange.path.rstrip("/")
         handler = self._posts.get(path)
-        if exchange.method in ("GET", "HEAD") and await self._told(exchange, path):
+        if exchange.method in ("GET", "HEAD") and await self._reply_to_get(exchange, path):
             return
         if exchange.method == "OPTIONS" and await exchange.reply_preflight():
             return
@@ -128,7 +128,7 @@ class EndpointApp:
         if exchange.method != "POST":
             raise CallRefused(f"{path} takes POST", status=405)
         if path == BEGIN:
-            self._service.door().check(exchange.key)
+            self._service.leases().check(exchange.key)
         elif path in (REWARD, END):
             self._service.rewarded(exchange.key)
         else:
@@ -136,9 +136,9 @@ class EndpointApp:
         with self._service.admitted(), self._service.holding() as hold:
             most, within_s = self._service.max_body_bytes, self._service.limits.body_s
             work = self._handled(handler, exchange, await exchange.body(most, within_s, hold))
-            await self._until_gone(exchange, work)
+            await self._while_connected(exchange, work)
 
-    async def _told(self, exchange: HttpExchange, path: str) -> bool:
+    async def _reply_to_get(self, exchange: HttpExchange, path: str) -> bool:
         """Answer a GET or HEAD; return False for a path that has none. Raises CallRefused."""
         service = self._service
         if path == "/health":
@@ -162,30 +162,30 @@ class EndpointApp:
     async def _handled(self, handler: Handler, exchange: HttpExchange, body: bytes) -> None:
         """Parse a body and run its handler."""
         exchange.is_long = len(body) > LONG_BODY
-        value = await self._aside(exchange, parsed_json, body)
+        value = await self._run_work(exchange, parsed_json, body)
         del body  # free it: the answer may take hours
         await handler(exchange, value)
 
-    async def _aside(self, exchange: HttpExchange, work: Callable[[U], T], given: U) -> T:
+    async def _run_work(self, exchange: HttpExchange, work: Callable[[U], T], given: U) -> T:
         """Run work, in a thread if the body is long."""
         if not exchange.is_long:
             return work(given)
-        return await self._service.aside(lambda: work(given), is_long=True)
+        return await self._service.run(lambda: work(given), is_long=True)
 
-    async def _until_gone(self, exchange: HttpExchange, work: Awaitable[None]) -> None:
+    async def _while_connected(self, exchange: HttpExchange, work: Awaitable[None]) -> None:
         """Run a call, and cancel it if the client disconnects."""
         serving = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(exchange.gone())
+        disconnected = asyncio.ensure_future(exchange.disconnected())
         try:
-            await asyncio.wait({serving, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
                 raise ClientGone
             serving.result()
         finally:
-            for task in (serving, gone):
+            for task in (serving, disconnected):
                 task.cancel()
-            await asyncio.gather(serving, gone, return_exceptions=True)
-            del serving, gone  # break the reference cycle of traceback, frame and task
+            await asyncio.gather(serving, disconnected, return_exceptions=True)
+            del serving, disconnected  # break the reference cycle of traceback, frame and task
 
     async def _refuse(self, exchange: HttpExchange, refused: CallRefused) -> None:
         """Send an error response, and count it."""
@@ -219,8 +219,8 @@ class EndpointApp:
     def _caller(self, exchange: HttpExchange, body: Any, conversation: str | None = None) -> Caller:
         """Return the caller of a sampling call; conversation: see EndpointService.caller. Raises
         CallRefused."""
-        voice = exchange.header(CONVERSATION)
-        return self._service.caller(exchange.key, conversation, body.get("model"), voice=voice)
+        player = exchange.header(CONVERSATION)
+        return self._service.caller(exchange.key, conversation, body.get("model"), player=player)
 
     async def _steps(self, exchange: HttpExchange, caller: Caller, call: ChatCall) -> ChatSteps:
         """Return the steps of a chat call of any protocol. Raises CallRefused."""
@@ -235,45 +235,45 @@ class EndpointApp:
         exchange: HttpExchange,
         body: object,
     ) -> None:
-        call = await self._aside(exchange, read, body)
+        call = await self._run_work(exchange, read, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
         steps = await self._steps(exchange, caller, call)
         heading = self._service.heading(caller, prefix)
         await self._answer(exchange, kind(steps, heading), call.stream)
 
     async def _responses(self, exchange: HttpExchange, body: object) -> None:
-        call = await self._aside(exchange, responses_call, body)
+        call = await self._run_work(exchange, responses_call, body)
         root = new_root() if call.previous is None else root_of(call.previous)
         conversation = exchange.header(CONVERSATION)
         if conversation is None and (call.stores or call.previous is not None):
             conversation = f"{PREFIX}{root}"  # otherwise nothing is stored for a later call
         caller = self._caller(exchange, body, conversation)
-        before = _said_before(caller, call)
+        before = _earlier_messages(caller, call)
         chat = replace(call.chat, messages=call.messages(before))
         steps = await self._steps(exchange, caller, chat)
         heading = self._service.heading(caller, f"{PREFIX}{root}", mark="_")
-        said = (*before, *call.chat.messages)
-        streamed = StreamedResponse(steps, call, said, heading)
+        messages = (*before, *call.chat.messages)
+        streamed = StreamedResponse(steps, call, messages, heading)
         await self._answer(exchange, streamed, call.chat.stream)
 
     async def _count_tokens(self, exchange: HttpExchange, body: object) -> None:
-        call = await self._aside(exchange, partial(messages_call, counting=True), body)
+        call = await self._run_work(exchange, partial(messages_call, counting=True), body)
         caller = self._service.caller(exchange.key, exchange.header(CONVERSATION))
         prompt = await self._chats.prompt(caller, call, is_long=exchange.is_long)
         await exchange.reply(200, {"input_tokens": len(prompt.token_ids)})
 
     async def _text(self, exchange: HttpExchange, body: object) -> None:
-        service, call = self._service, await self._aside(exchange, text_call, body)
+        service, call = self._service, await self._run_work(exchange, text_call, body)
         caller = self._caller(exchange, body)
         service.ignore(call.ignored)
         prompts = tuple(
             [
                 await service.text_prompt(
-                    caller, given, adds_special=call.adds_special, is_long=exchange.is_long
+                    caller, prompt, adds_special=call.adds_special, is_long=exchange.is_long
                 )
-                if isinstance(given, str)
-                else np.array(given, np.int32)
-                for given in call.prompts
+                if isinstance(prompt, str)
+                else np.array(prompt, np.int32)
+                for prompt in call.prompts
             ]
         )
         heading = service.heading(caller, "cmpl")
@@ -281,17 +281,17 @@ class EndpointApp:
         await self._answer(exchange, StreamedText(service, caller, writer), call.stream)
 
     async def _generate(self, exchange: HttpExchange, body: object) -> None:
-        service, call = self._service, await self._aside(exchange, token_call, body)
+        service, call = self._service, await self._run_work(exchange, token_call, body)
         caller = self._caller(exchange, body)
         service.ignore(call.ignored)
         prompt = np.array(call.token_ids, np.int32)
-        async with service.drawing(caller, [prompt], call.options, parts=False) as drawing:
-            answers = await drawing.answers()
+        async with service.sample(caller, [prompt], call.options, parts=False) as generation:
+            answers = await generation.answers()
         heading = service.heading(caller, "generate")
         await exchange.reply(200, token_body(call, heading, answers, service.words))
 
     async def _tokenize(self, exchange: HttpExchange, body: object) -> None:
-        service, call = self._service, await self._aside(exchange, tokenize_call, body)
+        service, call = self._service, await self._run_work(exchange, tokenize_call, body)
         caller = self._caller(exchange, body, exchange.header(CONVERSATION))
         if isinstance(call.prompt, str):
             tokens = await service.text_prompt(
@@ -304,13 +304,13 @@ class EndpointApp:
         await exchange.reply(200, tokenize_body(call, tokens, service.words, most))
 
     async def _detokenize(self, exchange: HttpExchange, body: object) -> None:
-        tokens = await self._aside(exchange, detokenize_call, body)
-        text = await self._service.aside(lambda: self._service.served.tokenizer.decode_all(tokens))
+        tokens = await self._run_work(exchange, detokenize_call, body)
+        text = await self._service.run(lambda: self._service.served.tokenizer.decode_all(tokens))
         await exchange.reply(200, {"prompt": text})
 
     async def _reward_key(self, exchange: HttpExchange, body: object) -> None:
         BodyFields(body).close()
-        key = self._service.session(exchange.key).tell_reward_key()
+        key = self._service.session(exchange.key).take_reward_key()
         await exchange.reply(200, {"reward_key": key})
 
     async def _reward(self, exchange: HttpExchange, body: object) -> None:
@@ -338,8 +338,8 @@ class EndpointApp:
         await exchange.reply(200, {"ok": True})
 
     async def _begin(self, exchange: HttpExchange, body: object) -> None:
-        service = self._service
-        task = await service.door().begin(body, address=exchange.address, model=service.served.name)
+        leases, model = self._service.leases(), self._service.served.name
+        task = await leases.begin(body, address=exchange.address, model=model)
         await exchange.reply(200, task)
 
     async def _answer(self, exchange: HttpExchange, answer: Streamed, streams: bool) -> None:
@@ -403,7 +403,7 @@ def _metrics_text(counts: Mapping[str, int], gauges: Mapping[str, int]) -> str:
     return "".join(lines)
 
 
-def _forget(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException | None) -> None:
     """Clear the frames of an error and of its causes, which hold the body and objects made from
     it."""
     while error is not None:
@@ -411,7 +411,7 @@ def _forget(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _said_before(caller: Caller, call: ResponsesCall) -> Sequence[Message]:
+def _earlier_messages(caller: Caller, call: ResponsesCall) -> Sequence[Message]:
     """Return the conversation up to the response that a call continues. Raises CallRefused."""
     if call.previous is None:
         return ()

@@ -21,7 +21,7 @@ class BodyFields:
     """One JSON object of a body, and the fields that were read. A null counts as absent."""
 
     def __init__(self, record: object, where: str = "") -> None:
-        """Wrap an object; `where` is its place in the body, for errors. Raises CallRefused for
+        """Wrap an object; `where` is its path in the body, for errors. Raises CallRefused for
         anything else."""
         self._where = where
         if not isinstance(record, dict):
@@ -76,8 +76,8 @@ class BodyFields:
             return None
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not is_whole or value < least or (most is not None and value > most):
-            reach = f"of at least {least}" if most is None else f"from {least} to {most}"
-            self.refuse(field, f"a whole number {reach}")
+            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+            self.refuse(field, f"a whole number {limits}")
         return int(value)
 
     def number(self, field: str, least: float, most: float) -> float | None:

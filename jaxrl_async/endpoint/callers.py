@@ -14,7 +14,7 @@ from jaxrl_async.endpoint.sampling_request import (
     SamplingOptions,
     sampling_of,
 )
-from jaxrl_async.endpoint.sessions import PolicySession
+from jaxrl_async.endpoint.sessions import PolicySession, first_of
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import (
     Completion,
@@ -65,7 +65,7 @@ class Guest:
         self.terms, self.conversations, self._generate = terms, conversations, generate
         self.adapter = adapter
 
-    async def draw(self, ask: CallerAsk) -> Completion:
+    async def sample(self, ask: CallerAsk) -> Completion:
         """Sample one answer. Cancelling frees its slot. Raises RolloutError and Closed.
 
         With a seed, the same tokens are sampled each time. Each answer of a call has separate
@@ -86,17 +86,12 @@ class Guest:
             logprobs=ask.options.logprobs,
         )
         ask.began(request.request_id)
-        future = self._generate.submit_many([request])[0]
-        try:
-            await asyncio.wait({future, ask.early}, return_when=asyncio.FIRST_COMPLETED)
-            return future.result() if future.done() else ask.early.result()
-        finally:
-            future.cancel()
+        return await first_of(self._generate.submit_many([request])[0], ask.early)
 
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
         """Do nothing: a guest has no episode."""
 
-    def talked(self, asked: Sequence[Message], answer: Message) -> None:
+    def add_messages(self, messages: Sequence[Message], answer: Message) -> None:
         """Do nothing: no reward function reads it."""
 
 
@@ -106,10 +101,10 @@ class Member:
     adapter = ""
 
     def __init__(
-        self, session: PolicySession, conversations: Conversations, voice: str = ""
+        self, session: PolicySession, conversations: Conversations, player: str = ""
     ) -> None:
-        """Make the caller of a session. voice: its player; empty: there is only one."""
-        self.session, self.conversations, self._voice = session, conversations, voice
+        """Make the caller of a session. player: its player; empty: there is only one."""
+        self.session, self.conversations, self._player = session, conversations, player
 
     @property
     def terms(self) -> CallerLimits:
@@ -125,7 +120,7 @@ class Member:
             takes_constraints=self.session.takes_constraints,
         )
 
-    async def draw(self, ask: CallerAsk) -> Completion:
+    async def sample(self, ask: CallerAsk) -> Completion:
         """Sample one answer, as for a guest. The random numbers are the session's."""
         limits, draft = self.session.limits, ask.draft
         if not set(limits.stop_token_ids) <= set(draft.stop_token_ids):
@@ -133,7 +128,7 @@ class Member:
                 "a session's answers end at the model's stop tokens", field="ignore_eos"
             )
         named = sampling_of(ask.options, limits.sampling)
-        return await self.session.draw(
+        return await self.session.sample(
             ask.token_ids,
             max_new_tokens=draft.max_new_tokens,
             stop_token_ids=draft.stop_token_ids,
@@ -144,7 +139,7 @@ class Member:
             cut=ask.cut,
             early=ask.early,
             began=ask.began,
-            voice=self._voice,
+            player=self._player,
         )
 
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
@@ -152,9 +147,9 @@ class Member:
         episode ends as cut off."""
         self.session.exhaust(limit, token_ids)
 
-    def talked(self, asked: Sequence[Message], answer: Message) -> None:
+    def add_messages(self, messages: Sequence[Message], answer: Message) -> None:
         """Record a call's messages and its answer: the session's reward functions may read them."""
-        self.session.talked(asked, answer, self._voice)
+        self.session.add_messages(messages, answer, self._player)
 
 
 Caller = Guest | Member

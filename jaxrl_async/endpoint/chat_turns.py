@@ -45,18 +45,18 @@ class ChatTurns:
         service = self.service
         service.ignore(call.ignored)
         chat, conversations = service.chat(), caller.conversations
-        taken: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         for name, arguments in call.template.items():
             own = {k: v for k, v in arguments.items() if chat.takes(k)}
             if caller.terms.fixed_sampling or not own:
                 service.ignore([name])
             else:
-                taken = {**own, **taken}
+                variables = {**own, **variables}
         tokenizer = service.served.tokenizer
 
-        def written() -> PromptTokens:
-            used = self._with_arguments(chat, taken)
-            prompt = conversations.prompt(used, call.messages, call.tools, taken)
+        def prompt_tokens() -> PromptTokens:
+            written_by = self._with_arguments(chat, variables)
+            prompt = conversations.prompt(written_by, call.messages, call.tools, variables)
             if not call.prefix:
                 return prompt
             before = tokenizer.decode_all(prompt.token_ids)
@@ -64,18 +64,18 @@ class ChatTurns:
             whole = np.concatenate([prompt.token_ids, begun]).astype(np.int32)
             return replace(prompt, token_ids=whole, prefix=len(begun))
 
-        return await service.tokenised(caller, written, is_long)
+        return await service.tokenise(caller, prompt_tokens, is_long)
 
     def _with_arguments(self, chat: ChatFormat, arguments: Mapping[str, object]) -> ChatFormat:
         """Return a chat format with these variables. On any thread."""
         if not arguments:
             return chat
         key = json.dumps(arguments, sort_keys=True)
-        found = self._formats.get(key) or chat.with_arguments(arguments)
-        self._formats[key] = found
+        written_by = self._formats.get(key) or chat.with_arguments(arguments)
+        self._formats[key] = written_by
         while len(self._formats) > MAX_FORMATS:
             self._formats.popitem(last=False)
-        return found
+        return written_by
 
     def options(self, caller: Caller, call: ChatCall, prompt: PromptTokens) -> SamplingOptions:
         """Return a chat call's options with what its whole turn must match. Raises CallRefused."""
@@ -106,21 +106,20 @@ class ChatTurns:
         by = "tool_choice" if forced else options.constrained_by
         return replace(options, shaping=replace(shaping, constraint=whole), constrained_by=by)
 
-    async def said(
+    async def finish(
         self, caller: Caller, call: ChatCall, prompt: PromptTokens, choice: GrowingAnswer
     ) -> ChatAnswer:
         """Return a finished answer as a message, and store it."""
         answer = choice.answer
         assert answer is not None, "the answer is finished"
-        drawn = answer.completion.token_ids
-        message = await self.service.aside(lambda: _turn(call, prompt, choice))
-        said = chat_answer(answer, message, call.choice)
-        whole = said.message()
-        if not (said.tool_calls and CALL in call.prefix):
+        message = await self.service.run(lambda: _turn(call, prompt, choice))
+        reply = chat_answer(answer, message, call.choice)
+        whole = reply.message()
+        if not (reply.tool_calls and CALL in call.prefix):
             whole["content"] = call.prefix + whole["content"]
-        caller.conversations.remember(prompt, drawn, whole)
-        caller.talked(call.messages, whole)
-        return said
+        caller.conversations.remember(prompt, answer.completion.token_ids, whole)
+        caller.add_messages(call.messages, whole)
+        return reply
 
     async def so_far(
         self, call: ChatCall, prompt: PromptTokens, choice: GrowingAnswer
@@ -129,7 +128,7 @@ class ChatTurns:
         begun."""
         if CALL in call.prefix and call.reads_tools:
             return {}
-        return await self.service.aside(lambda: _turn(call, prompt, choice))
+        return await self.service.run(lambda: _turn(call, prompt, choice))
 
 
 def _turn(call: ChatCall, prompt: PromptTokens, choice: GrowingAnswer) -> Message:
@@ -156,7 +155,7 @@ def _turn(call: ChatCall, prompt: PromptTokens, choice: GrowingAnswer) -> Messag
         return shown
     before = f"{choice.request_id}\n".encode() + prompt.token_ids.tobytes()
     calls = [
-        {**made, "id": call_id(turn, i, before)} if made["id"] == call_id(turn, i) else made
-        for i, made in enumerate(shown["tool_calls"])
+        {**call, "id": call_id(turn, i, before)} if call["id"] == call_id(turn, i) else call
+        for i, call in enumerate(shown["tool_calls"])
     ]
     return {**shown, "tool_calls": calls}

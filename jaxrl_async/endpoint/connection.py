@@ -36,16 +36,16 @@ class ConnectionBounds:
     transport: asyncio.Transport
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
-    _came_s: float = 0.0
+    _start_s: float = 0.0
     _site: str = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Accept the connection; if there are too many, close some without a request."""
         self._super().connection_made(transport)
-        self._came_s, self._site = self.loop.time(), site_of(self.client[0] if self.client else "")
+        self._start_s, self._site = self.loop.time(), site_of(self.client[0] if self.client else "")
         self._await_head()
         if len(self.connections) > self.most:
-            for one in self._who_gives_way():
+            for one in self._to_close():
                 one._end_head_timer()
                 one.transport.abort()
 
@@ -75,14 +75,14 @@ class ConnectionBounds:
         if self._stall_timer is not None:
             self._stall_timer.cancel()
 
-    def _who_gives_way(self) -> "list[ConnectionBounds]":
+    def _to_close(self) -> "list[ConnectionBounds]":
         """Return connections to close, of those whose request has not arrived. These are the oldest
         ones of the address with most of them, several at a time, because a flood has more than one.
         If all others are being served, this is the new connection."""
-        silent = [c for c in self.connections if c._head_timer is not None]
-        ((most, _),) = Counter(c._site for c in silent).most_common(1)
-        there = sorted((c for c in silent if c._site == most), key=lambda c: c._came_s)
-        return there[: max(1, len(there) // TOGETHER)]
+        idle = [c for c in self.connections if c._head_timer is not None]
+        ((most, _),) = Counter(c._site for c in idle).most_common(1)
+        of_site = sorted((c for c in idle if c._site == most), key=lambda c: c._start_s)
+        return of_site[: max(1, len(of_site) // TOGETHER)]
 
     def _end_head_timer(self) -> None:
         if self._head_timer is not None:

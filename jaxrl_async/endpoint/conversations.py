@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.endpoint.call_messages import digests, following, same_reasoning
+from jaxrl_async.endpoint.call_messages import digests, next_digest, same_reasoning
 from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.types import IntArray, Message
 
@@ -30,10 +30,10 @@ MAX_RESPONSE_CHARS = 2**26
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Said:
+class _Answer:
     """An answer and everything before it. Shares common prefixes with other answers."""
 
-    before: "_Said | None"
+    before: "_Answer | None"
     tokens: IntArray  # added after `before`: messages of others, and the answer
     length: int  # total number of tokens
     message: Message  # the answer
@@ -41,10 +41,10 @@ class _Said:
     def all_tokens(self) -> IntArray:
         """Return the tokens of the conversation up to here."""
         parts: list[IntArray] = []
-        said: _Said | None = self
-        while said is not None:
-            parts.append(said.tokens)
-            said = said.before
+        answer: _Answer | None = self
+        while answer is not None:
+            parts.append(answer.tokens)
+            answer = answer.before
         return np.concatenate(parts[::-1])
 
 
@@ -92,7 +92,7 @@ class Conversations:
         self.responses = TurnLog()
         self._lock = Lock()
         # by the digest of the messages, including the answer
-        self._said: OrderedDict[bytes, list[_Said]] = OrderedDict()
+        self._answers: OrderedDict[bytes, list[_Answer]] = OrderedDict()
         self._count = 0
 
     def prompt(
@@ -111,44 +111,44 @@ class Conversations:
             tools: the tools that may be called.
             arguments: variables of the format that the call has set, as `chat` has them.
         """
-        found = digests(messages, [*tools, arguments] if arguments else tools)
+        prefixes = digests(messages, [*tools, arguments] if arguments else tools)
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
         with self._lock:
-            known = tuple(self._said.get(found[last + 1], ())) if last >= 0 else ()
-        for said in reversed(known):
-            if not same_reasoning(said.message, messages[last]):
+            known = tuple(self._answers.get(prefixes[last + 1], ())) if last >= 0 else ()
+        for answer in reversed(known):
+            if not same_reasoning(answer.message, messages[last]):
                 continue
-            before = said.all_tokens()
-            more = chat.continuation(before, messages[last + 1 :], tools)
-            if more is None:
+            before = answer.all_tokens()
+            continuation = chat.continuation(before, messages[last + 1 :], tools)
+            if continuation is None:
                 break  # the format rewrites history: a new context
             return PromptTokens(
-                token_ids=np.concatenate([before, more]).astype(np.int32),
+                token_ids=np.concatenate([before, continuation]).astype(np.int32),
                 continued=True,
-                digest=found[-1],
+                digest=prefixes[-1],
                 chat=chat,
-                before=said,
+                before=answer,
             )
         opening = chat.opening(messages, tools)
-        return PromptTokens(token_ids=opening, continued=False, digest=found[-1], chat=chat)
+        return PromptTokens(token_ids=opening, continued=False, digest=prefixes[-1], chat=chat)
 
-    def remember(self, prompt: PromptTokens, drawn: IntArray, message: Message) -> None:
+    def remember(self, prompt: PromptTokens, token_ids: IntArray, message: Message) -> None:
         """Store an answer.
 
         Args:
             prompt: the prompt of the call.
-            drawn: [drawn] int32.
+            token_ids: of the answer, [tokens] int32.
             message: the answer, as returned to the client.
         """
-        before: _Said | None = prompt.before
+        before: _Answer | None = prompt.before
         known = 0 if before is None else before.length
-        tokens = np.concatenate([prompt.token_ids[known:], drawn]).astype(np.int32)
-        length = len(prompt.token_ids) + len(drawn)
-        said = _Said(before, tokens, length, message)
-        digest = following(prompt.digest, message)
+        tokens = np.concatenate([prompt.token_ids[known:], token_ids]).astype(np.int32)
+        length = len(prompt.token_ids) + len(token_ids)
+        answer = _Answer(before, tokens, length, message)
+        digest = next_digest(prompt.digest, message)
         with self._lock:
-            self._said.setdefault(digest, []).append(said)
+            self._answers.setdefault(digest, []).append(answer)
             self._count += len(tokens)
             while self._count > MAX_REMEMBERED:
-                _, oldest = self._said.popitem(last=False)
-                self._count -= sum(len(said.tokens) for said in oldest)
+                _, oldest = self._answers.popitem(last=False)
+                self._count -= sum(len(answer.tokens) for answer in oldest)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramMember, messages_for
-from jaxrl_async.endpoint.sessions import FINISHED, STOPPING, PolicySession, SessionPlace, call_in
+from jaxrl_async.endpoint.sessions import FINISHED, STOPPING, PolicySession, SessionMember, call_in
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.types import Episode, EpisodeLimits, Prompt
@@ -29,30 +29,30 @@ log = logging.getLogger(__name__)
 class OfferedTask:
     """A task that waits for an agent. Taken at most once."""
 
-    def __init__(self, place: SessionPlace, open_session: Callable[[], PolicySession]) -> None:
+    def __init__(self, member: SessionMember, open_session: Callable[[], PolicySession]) -> None:
         """Make an offer.
 
         Args:
-            place: the member to play.
+            member: the member to play.
             open_session: called once, when the offer is taken, on any thread.
         """
-        self.place, self._open = place, open_session
+        self.member, self._open = member, open_session
         self._loop = asyncio.get_running_loop()
         self.session: asyncio.Future[PolicySession] = self._loop.create_future()
         self.withdrawn = False
 
-    def taken(self) -> PolicySession:
+    def take(self) -> PolicySession:
         """Open its session for an agent, and notify the member. Raises Closed and RolloutError."""
         session = self._open()
 
-        def tell() -> None:
+        def notify() -> None:
             if self.session.done():
                 session.end("its group has ended")
             else:
                 self.session.set_result(session)
 
         try:
-            self._loop.call_soon_threadsafe(tell)
+            self._loop.call_soon_threadsafe(notify)
         except RuntimeError:  # the loop is closed, and the member with it
             session.end(STOPPING)
             raise Closed(STOPPING) from None
@@ -98,50 +98,50 @@ class TaskQueue:
         """
         end = asyncio.get_running_loop().time() + wait_s
         while True:
-            offer, news = self._next()
+            offer, event = self._next()
             if offer is not None:
-                return self._given(offer)
+                return self._accept(offer)
             try:
                 async with asyncio.timeout_at(end):
-                    await news.wait()
+                    await event.wait()
             except TimeoutError:
                 return None
             finally:
-                self._leave(news)
+                self._leave(event)
 
-    def _given(self, offer: OfferedTask) -> PolicySession:
+    def _accept(self, offer: OfferedTask) -> PolicySession:
         try:
-            return offer.taken()
+            return offer.take()
         except RolloutError:  # too many open sessions
             self.offer(offer, first=True)
             raise
 
     def _next(self) -> tuple[OfferedTask | None, asyncio.Event]:
         """Return an offer, or None and an event that signals a new offer. Raises Closed."""
-        news = asyncio.Event()
+        event = asyncio.Event()
         with self._lock:
             if self._closed:
                 raise Closed(STOPPING)
             while self._offers:
                 offer = self._offers.popleft()
                 if not offer.withdrawn:
-                    return offer, news
-            self._waiting.append((asyncio.get_running_loop(), news))
-        return None, news
+                    return offer, event
+            self._waiting.append((asyncio.get_running_loop(), event))
+        return None, event
 
-    def _leave(self, news: asyncio.Event) -> None:
+    def _leave(self, event: asyncio.Event) -> None:
         """Stop waiting. An agent that was woken but leaves without an offer wakes the next one."""
         with self._lock:
-            kept = [w for w in self._waiting if w[1] is not news]
-            was_woken = len(kept) == len(self._waiting)
-            self._waiting = deque(kept)
+            others = [w for w in self._waiting if w[1] is not event]
+            was_woken = len(others) == len(self._waiting)
+            self._waiting = deque(others)
             if was_woken and self._offers:
                 self._wake(1)
 
     def _wake(self, count: int) -> None:
         for _ in range(min(count, len(self._waiting))):
-            loop, news = self._waiting.popleft()
-            call_in(loop, news.set)
+            loop, event = self._waiting.popleft()
+            call_in(loop, event.set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class ExternalAgentMembers:
     """A MakeEnv of members that external agents play."""
 
     programs: AgentPrograms  # sessions, limits and counts; its program is never run
-    lobby: TaskQueue
+    tasks: TaskQueue
     tries: int = 3  # consecutive agents that may abandon an episode before its group fails
 
     def __call__(self, prompt: Prompt) -> "ExternalAgentMember":
@@ -181,40 +181,40 @@ class ExternalAgentMember(ProgramMember):
         the run is stopping.
         """
         programs, clock = self._programs, asyncio.get_running_loop().time
-        told = replace(prompt, messages=messages_for(prompt, programs.system_prompt))
-        place = SessionPlace(prompt=told, label=label, member=member)
-        started, drawing_s, left = clock(), 0.0, ""
+        prompt = replace(prompt, messages=messages_for(prompt, programs.system_prompt))
+        played = SessionMember(prompt=prompt, label=label, index=member)
+        started, sampling_s, reason = clock(), 0.0, ""
         try:
             with programs.calls.one():
                 for _ in range(self._members.tries):
-                    session = await self._taken(
+                    session = await self._wait_for_agent(
                         OfferedTask(
-                            place,
+                            played,
                             lambda: programs.sessions.open(
-                                generate, place, limits, programs.bounds
+                                generate, played, limits, programs.bounds
                             ),
                         )
                     )
                     try:
-                        left = await self._left(session)
-                        drawing_s += session.drawing_s()
+                        reason = await self._wait_for_end(session)
+                        sampling_s += session.sampling_s()
                     finally:
                         session.end("its group has ended")
                         self._count(session)
-                    if not left:
-                        return self._judged(session, None)
-                    log.info("session %s is offered again: %s", session.label, left)
+                    if not reason:
+                        return self._scored(session, None)
+                    log.info("session %s is offered again: %s", session.label, reason)
                     programs.count("abandoned_sessions", 1)
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: {self._members.tries} consecutive agents abandoned "
-                f"{place}; the last: {left}."
+                f"{played}; the last: {reason}."
             )
         finally:
-            spent_s(max(clock() - started - drawing_s, 0.0))
+            spent_s(max(clock() - started - sampling_s, 0.0))
 
-    async def _taken(self, offer: OfferedTask) -> PolicySession:
+    async def _wait_for_agent(self, offer: OfferedTask) -> PolicySession:
         """Offer the task and wait until an agent takes it."""
-        self._members.lobby.offer(offer)
+        self._members.tasks.offer(offer)
         try:
             self._session = await offer.session
             return self._session
@@ -225,7 +225,7 @@ class ExternalAgentMember(ProgramMember):
         finally:
             offer.withdrawn = True
 
-    async def _left(self, session: PolicySession) -> str:
+    async def _wait_for_end(self, session: PolicySession) -> str:
         """Wait for a session to end; return why it has no episode, or "". Raises Closed."""
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
@@ -238,7 +238,7 @@ class ExternalAgentMember(ProgramMember):
             session.expire()
         if session.ended == STOPPING:
             raise Closed(STOPPING)
-        played = session.drew or session.too_long
+        played = session.has_sampled or session.too_long
         if played and (session.ended == FINISHED or session.exhausted is not None):
             return ""
         return session.ended if session.ended != FINISHED else "it was finished without a token"

@@ -1,7 +1,7 @@
 """The answers of one call while they are generated: their growth, their end at stop strings, and
 the finished answers.
 
-    Caller.draw ──> Generate ──progress, every few blocks──> GrowingAnswer ──> Answer
+    Caller.sample ──> Generate ──progress, every few blocks──> GrowingAnswer ──> Answer
                        └────────── Completion ─────────────────┘
 
 Used on one event loop.
@@ -30,7 +30,7 @@ from jaxrl_async.types import (
     TokenRecord,
 )
 
-REDRAWN = (
+RESTARTED = (
     "this answer was restarted by new weights or another sampler, and the part already sent is "
     "invalid; call again"
 )
@@ -66,15 +66,15 @@ class GrowingAnswer:
         self.answer: GeneratedAnswer | None = None
         self.early: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
-    def cut(self, drawn: IntArray) -> int | None:
+    def cut(self, token_ids: IntArray) -> int | None:
         """Return the number of sampled tokens that count, up to a stop string; None: all. Raises
         CallRefused if earlier tokens have changed."""
-        known = min(len(self._seen), len(drawn))
-        if not np.array_equal(self._seen[:known], drawn[:known]):
-            raise CallRefused(REDRAWN, status=503, code="redrawn", retry_after_s=1.0)
-        if len(drawn) > known:
-            self.flow.feed(drawn[known:].tolist())
-            self._seen = drawn
+        known = min(len(self._seen), len(token_ids))
+        if not np.array_equal(self._seen[:known], token_ids[:known]):
+            raise CallRefused(RESTARTED, status=503, code="redrawn", retry_after_s=1.0)
+        if len(token_ids) > known:
+            self.flow.feed(token_ids[known:].tolist())
+            self._seen = token_ids
         return self.flow.count
 
     def grow(self, grown: Partial) -> None:
@@ -131,7 +131,7 @@ class CallGeneration:
             GrowingAnswer(TextFlow(decode, options.stops))
             for _ in range(options.count * len(prompts))
         ]
-        self._news, self._watch = asyncio.Event(), watch
+        self._event, self._watch = asyncio.Event(), watch
         asks = [
             CallerAsk(
                 token_ids=prompts[index // options.count],
@@ -145,22 +145,22 @@ class CallGeneration:
             for index, choice in enumerate(self.choices)
         ]
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(caller.draw(ask)) for ask in asks]
+        self._tasks = [loop.create_task(caller.sample(ask)) for ask in asks]
         for task in self._tasks:
-            task.add_done_callback(lambda _: self._news.set())
+            task.add_done_callback(lambda _: self._event.set())
 
     def _began(self, choice: GrowingAnswer, request_id: str) -> None:
         """Watch a request from when it is queued."""
         choice.request_id = request_id
         if self._watch is not None:
-            self._watch.add([request_id], self._news)
+            self._watch.add([request_id], self._event)
 
     async def steps(self) -> AsyncIterator[None]:
         """Yield whenever more tokens arrive, until every choice has its answer. Errors of the
         sampler are passed on."""
         while any(choice.answer is None for choice in self.choices):
-            await self._news.wait()
-            self._news.clear()
+            await self._event.wait()
+            self._event.clear()
             for choice, task in zip(self.choices, self._tasks, strict=True):
                 if choice.answer is None:
                     self._look(choice, task)

@@ -45,8 +45,8 @@ class AnswerHeader:
 
 def openai_usage(prompt: int, answers: Sequence[GeneratedAnswer]) -> dict[str, int]:
     """Return the token counts of a call in OpenAI's format. prompt: length of its prompts."""
-    drawn = sum(len(answer.completion.token_ids) for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    sampled = sum(len(answer.completion.token_ids) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def visible_turn(
 
 
 def text_after_marks(text: str, token_ids: IntArray, marks: TurnMarks) -> str:
-    """Return a turn's text, [drawn] int32, without the line breaks after a reasoning that has no
+    """Return a turn's text, [tokens] int32, without the line breaks after a reasoning that has no
     text and whose marks are special tokens, which are no text either."""
     is_over = np.isin(marks.tokens.get(THOUGHT, -1), token_ids)
     return text.lstrip("\n") if is_over and THOUGHT not in text else text
@@ -148,25 +148,25 @@ class TokenRow:
     others: PositionLogprobs | None = None  # of other tokens at these positions
 
     @classmethod
-    def of(cls, drawn: "Completion | GrowingAnswer", start: int = 0) -> "TokenRow":
+    def of(cls, answer: "Completion | GrowingAnswer", start: int = 0) -> "TokenRow":
         """Return the tokens of an answer from `start`."""
-        top = drawn.top_logprobs
+        top = answer.top_logprobs
         return cls(
-            token_ids=drawn.token_ids[start:],
-            logprobs=drawn.logprobs[start:],
+            token_ids=answer.token_ids[start:],
+            logprobs=answer.logprobs[start:],
             others=None if top is None else top.part(slice(start, None)),
         )
 
-    def likely(self, place: int, top: int, named: Sequence[int]) -> list[tuple[int, float]]:
+    def likely(self, index: int, top: int, named: Sequence[int]) -> list[tuple[int, float]]:
         """Return ids and log-probs of a position's likeliest tokens and of the named ones; if they
         are unknown, only of the token at this position."""
-        own = (int(self.token_ids[place]), json_number(float(self.logprobs[place])))
+        own = (int(self.token_ids[index]), json_number(float(self.logprobs[index])))
         if self.others is None:
             return [own]
-        ids = [*self.others.top_ids[place, :top].tolist(), *named]
-        logprobs = [*self.others.top_logprobs[place, :top], *self.others.id_logprobs[place]]
-        found = dict(zip(ids, (json_number(float(x)) for x in logprobs), strict=True))
-        return [(i, own[1] if i == own[0] else x) for i, x in found.items() if i >= 0]
+        ids = [*self.others.top_ids[index, :top].tolist(), *named]
+        logprobs = [*self.others.top_logprobs[index, :top], *self.others.id_logprobs[index]]
+        by_id = dict(zip(ids, (json_number(float(x)) for x in logprobs), strict=True))
+        return [(i, own[1] if i == own[0] else x) for i, x in by_id.items() if i >= 0]
 
 
 def json_number(logprob: float) -> float:
@@ -215,11 +215,11 @@ class AnswerFormat:
         return [
             {
                 **entry(token, logprob),
-                "top_logprobs": [entry(*pair) for pair in row.likely(place, shown.top, shown.ids)]
+                "top_logprobs": [entry(*pair) for pair in row.likely(index, shown.top, shown.ids)]
                 if wants_others
                 else [],
             }
-            for place, (token, logprob) in enumerate(
+            for index, (token, logprob) in enumerate(
                 zip(row.token_ids.tolist(), row.logprobs.tolist(), strict=True)
             )
         ]
@@ -229,12 +229,12 @@ class AnswerFormat:
         from ids to log-probs; null for the first. The rank of a token that is none of the listed
         likeliest is the least that it can have: their number plus one."""
 
-        def position(place: int) -> dict[str, Any]:
-            own = (int(row.token_ids[place]), json_number(float(row.logprobs[place])))
-            likeliest = [] if row.others is None else row.others.top_ids[place].tolist()
+        def at_index(index: int) -> dict[str, Any]:
+            own = (int(row.token_ids[index]), json_number(float(row.logprobs[index])))
+            likeliest = [] if row.others is None else row.others.top_ids[index].tolist()
             ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
             beyond = len(ranks) + 1 if ranks else None
-            pairs = dict([own, *row.likely(place, shown.prompt or 0, shown.ids)])
+            pairs = dict([own, *row.likely(index, shown.prompt or 0, shown.ids)])
             return {
                 str(i): {
                     "logprob": x,
@@ -244,12 +244,12 @@ class AnswerFormat:
                 for i, x in pairs.items()
             }
 
-        return [None, *(position(place) for place in range(1, len(row.token_ids)))]
+        return [None, *(at_index(index) for index in range(1, len(row.token_ids)))]
 
-    def origin(self, drawn: Completion) -> dict[str, Any]:
+    def origin(self, completion: Completion) -> dict[str, Any]:
         """Return the request id and the weight versions of an answer."""
-        spans = self.spans(drawn.versions)
-        return {"request_id": drawn.request_id, "weight_versions": spans}
+        spans = self.spans(completion.versions)
+        return {"request_id": completion.request_id, "weight_versions": spans}
 
     def spans(self, versions: IntArray) -> list[dict[str, Any]]:
         """Return the weight version of each span of tokens, with labels LABEL-VERSION as parsed by

@@ -59,12 +59,12 @@ class HttpExchange:
         if session := self.header("x-session-key"):
             return session
         kind, _, token = (self.header("authorization") or "").partition(" ")
-        shown = None
+        sent = None
         if kind.lower() == "bearer":
-            shown = token.strip()
+            sent = token.strip()
         elif kind.lower() == "basic":
-            shown = _password(token)
-        return shown or self.header("x-api-key")
+            sent = _password(token)
+        return sent or self.header("x-api-key")
 
     async def body(self, most: int, within_s: float, hold: Callable[[int], None]) -> bytes:
         """Return the body; hold: called with the number of bytes of each part. Raises CallRefused
@@ -94,7 +94,7 @@ class HttpExchange:
                 f"the body did not arrive within {within_s:g} s", status=408
             ) from None
 
-    async def gone(self) -> None:
+    async def disconnected(self) -> None:
         """Wait until the client has closed the connection."""
         while (await self._receive())["type"] != "http.disconnect":
             pass

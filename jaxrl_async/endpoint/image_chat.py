@@ -46,9 +46,9 @@ class ImageChat:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
     ) -> IntArray:
         """See ports.ChatFormat. Raises DataError for an image that cannot be read."""
-        found = self._written(messages, lambda texts: self._chat.opening(texts, tools))
-        assert found is not None, "an opening has tokens"
-        return found
+        token_ids = self._tokens(messages, lambda texts: self._chat.opening(texts, tools))
+        assert token_ids is not None, "an opening has tokens"
+        return token_ids
 
     def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, object]]) -> Message:
         """See ports.ChatFormat."""
@@ -59,9 +59,9 @@ class ImageChat:
     ) -> IntArray | None:
         """See ports.ChatFormat. Raises DataError for an image that cannot be read."""
         plain = self._store.plain(before)
-        return self._written(messages, lambda texts: self._chat.continuation(plain, texts, tools))
+        return self._tokens(messages, lambda texts: self._chat.continuation(plain, texts, tools))
 
-    def _written(
+    def _tokens(
         self, messages: Sequence[Message], write: Callable[[Any], IntArray | None]
     ) -> IntArray | None:
         """Return the tokens of messages, with the ids of their images. Raises DataError."""
@@ -75,6 +75,6 @@ class ImageChat:
         return None if tokens is None else self._store.named(tokens, images)
 
 
-def seeing(chat: ChatFormat | None, store: ImageStore | None) -> ChatFormat | None:
+def with_images(chat: ChatFormat | None, store: ImageStore | None) -> ChatFormat | None:
     """Return a chat format that reads images if there is a store for them."""
     return chat if chat is None or store is None else ImageChat(chat, store)

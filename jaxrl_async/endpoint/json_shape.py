@@ -23,10 +23,10 @@ def check_shape(body: bytes) -> None:
     plain = body
     if b"\\" in body:  # a quote after an odd number of backslashes does not end a string
         plain = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    within, depth, parts = 0, 0, 0
+    in_string, depth, parts = 0, 0, 0
     for start in range(0, len(plain), PIECE):
         piece = np.frombuffer(plain, np.uint8, min(PIECE, len(plain) - start), start)
-        quotes = np.cumsum(piece == QUOTE, dtype=np.int32) + within
+        quotes = np.cumsum(piece == QUOTE, dtype=np.int32) + in_string
         outside = quotes % 2 == 0
         opens, closes = (outside & np.isin(piece, list(which)) for which in (OPEN, CLOSE))
         depths = depth + np.cumsum(opens.astype(np.int32) - closes)
@@ -40,4 +40,4 @@ def check_shape(body: bytes) -> None:
                 f"the body has more than {MAX_PARTS:,} lists, objects and fields",
                 code="invalid_json",
             )
-        within, depth = int(quotes[-1]) % 2, int(depths[-1])
+        in_string, depth = int(quotes[-1]) % 2, int(depths[-1])

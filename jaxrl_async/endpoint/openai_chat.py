@@ -14,9 +14,9 @@ from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.call_messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    promised_tools,
     read_messages,
     read_tool,
+    strict_fields,
     without_prefix,
 )
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
@@ -95,7 +95,7 @@ def chat_call(body: object) -> ChatCall:
         token_ids=fields.flag("return_token_ids"),
         ids_as_tokens=fields.flag("return_tokens_as_token_ids"),
     )
-    return replace(call, ignored=(*fields.settle(CHAT), *counted, *promised_tools(fields)))
+    return replace(call, ignored=(*fields.settle(CHAT), *counted, *strict_fields(fields)))
 
 
 def read_conversation(fields: BodyFields) -> tuple[tuple[Message, ...], str]:
@@ -131,17 +131,17 @@ def template_of(
     own = fields.value("chat_template_kwargs")
     if own is not None and not isinstance(own, dict):
         fields.refuse("chat_template_kwargs", "an object")
-    given = {"chat_template_kwargs": own, **others}
-    return {name: variables for name, variables in given.items() if variables}
+    by_field = {"chat_template_kwargs": own, **others}
+    return {name: variables for name, variables in by_field.items() if variables}
 
 
 def stream_usage_of(fields: BodyFields) -> tuple[bool, tuple[str, ...]]:
     """Return whether a stream ends with the token counts, and the options without effect: the
     counts are not repeated with each part."""
     inner = fields.inner("stream_options", {})
-    wanted, repeats = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
+    usage, repeats = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
     inner.close(frozenset({"include_obfuscation"}))
-    return wanted, (inner.name("continuous_usage_stats"),) if repeats else ()
+    return usage, (inner.name("continuous_usage_stats"),) if repeats else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +250,8 @@ class ChatWriter:
 
 def _delta(delta: ChatDelta) -> dict[str, Any]:
     if delta.call is not None:
-        place, call = delta.call
-        return {"tool_calls": [{"index": place, **call}]}
+        index, call = delta.call
+        return {"tool_calls": [{"index": index, **call}]}
     if delta.reasoning:
         return {"reasoning_content": delta.reasoning}
     return {"content": delta.content}

@@ -68,13 +68,13 @@ def text_call(body: object) -> TextCall:
     options = sampling_options(fields, count=count, usual=USUAL_TOKENS, least=0)
     if options.max_new_tokens == 0 and not echo and shown.prompt is None:
         fields.refuse("max_tokens", "at least 1, unless echo or prompt_logprobs is set")
-    asked = shown
+    requested = shown
     if options.max_new_tokens == 0 or (echo and logprobs is not None):
-        asked = replace(shown, prompt=max(shown.prompt or 0, logprobs or 0))
+        requested = replace(shown, prompt=max(shown.prompt or 0, logprobs or 0))
     stream_usage, counted = stream_usage_of(fields)
     call = TextCall(
         prompts=prompts,
-        options=replace(options, logprobs=asked.request),
+        options=replace(options, logprobs=requested.request),
         adds_special=fields.flag("add_special_tokens", True),
         echo=echo,
         stream=fields.flag("stream"),
@@ -89,9 +89,9 @@ def text_call(body: object) -> TextCall:
 
 def _prompts(fields: BodyFields) -> tuple[str | tuple[int, ...], ...]:
     """Return the prompts: a text, token ids, or a list of either. Raises CallRefused."""
-    given = fields.value("prompt")
-    several = isinstance(given, list) and given and isinstance(given[0], str | list)
-    values = fields.rows("prompt", MAX_CHOICES) if several else [given]
+    prompt = fields.value("prompt")
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    values = fields.rows("prompt", MAX_CHOICES) if several else [prompt]
     prompts = []
     for i, value in enumerate(values):
         name = f"prompt[{i}]" if several else "prompt"
@@ -170,13 +170,13 @@ class TextWriter:
     def _frame(self, choices: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         return self.heading.openai("text_completion", choices)
 
-    def _lead(self, index: int, drawn: Any, flow: TextFlow) -> dict[str, Any] | None:
+    def _lead(self, index: int, answer: Any, flow: TextFlow) -> dict[str, Any] | None:
         """Return the echoed prompt as a choice; None: it is not echoed."""
         if not self.call.echo:
             return None
-        given = self.call.prompts[index // self.call.options.count]
-        row = prompt_row(self._prompt(index), drawn.prompt_logprobs)
-        text = given if isinstance(given, str) else self.words.decode(row.token_ids.tolist())
+        prompt = self.call.prompts[index // self.call.options.count]
+        row = prompt_row(self._prompt(index), answer.prompt_logprobs)
+        text = prompt if isinstance(prompt, str) else self.words.decode(row.token_ids.tolist())
         lead = self._choice(index, text, row, flow)
         if lead["logprobs"] is not None:  # no token precedes the first one
             lead["logprobs"]["token_logprobs"][0] = None
@@ -213,16 +213,16 @@ class TextWriter:
         shown, ids = self.call.shown, row.token_ids.tolist()
         numbers = [json_number(x) for x in row.logprobs.tolist()]
         tops = []
-        for place, pair in enumerate(zip(ids, numbers, strict=True)):
-            found: dict[str, float] = {}  # of tokens with the same text, the likeliest
-            for token, number in (*row.likely(place, shown.top, shown.ids), pair):
-                found[word(token)] = max(number, found.get(word(token), number))
-            tops.append(found)
+        for index, pair in enumerate(zip(ids, numbers, strict=True)):
+            by_text: dict[str, float] = {}  # of tokens with the same text, the likeliest
+            for token, number in (*row.likely(index, shown.top, shown.ids), pair):
+                by_text[word(token)] = max(number, by_text.get(word(token), number))
+            tops.append(by_text)
         return {
             "tokens": [word(token) for token in ids],
             "token_logprobs": numbers,
             "top_logprobs": tops if shown.top or shown.ids else None,
-            "text_offset": flow.places(ids),
+            "text_offset": flow.offsets(ids),
         }
 
 

@@ -17,15 +17,15 @@ from jaxrl_async.endpoint.call_messages import (
     function_tool,
     image_part,
     joined_parts,
-    promised_tools,
     read_messages,
+    strict_fields,
     text_part,
 )
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.openai_chat import ChatCall, effort_of, template_of
 from jaxrl_async.endpoint.request_fields import RESPONSES
 from jaxrl_async.endpoint.sampling_request import (
-    MAX_ASKED,
+    MAX_REQUESTED,
     SamplingOptions,
     sampling_options,
 )
@@ -51,17 +51,17 @@ class ResponsesCall:
     instructions: str | None = None
     previous: str | None = None  # id of the response that it continues
     stores: bool = True  # whether later calls may continue this one
-    asked: Mapping[str, Any]  # fields that the answer repeats: tools, temperature ...
+    repeated: Mapping[str, Any]  # fields that the answer repeats: tools, temperature ...
 
     def messages(self, before: Sequence[Message]) -> tuple[Message, ...]:
         """Return the whole conversation.
 
         before: conversation up to the previous response, which is included, without instructions.
         """
-        said = [*before, *self.chat.messages]
+        messages = [*before, *self.chat.messages]
         if self.instructions:
-            said.insert(0, {"role": "system", "content": self.instructions})
-        return read_messages(said, "input")
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        return read_messages(messages, "input")
 
 
 def responses_call(body: object) -> ResponsesCall:
@@ -69,12 +69,12 @@ def responses_call(body: object) -> ResponsesCall:
     fields = BodyFields(body)
     tools = tuple(map(_tool, fields.objects("tools", MAX_TOOLS)))
     options = sampling_options(fields)
-    most = fields.whole("max_output_tokens", 1, MAX_ASKED)
+    most = fields.whole("max_output_tokens", 1, MAX_REQUESTED)
     options = replace(options, max_new_tokens=most or options.max_new_tokens)
     options, ignored = _with_format(fields, options)
     reasoning, counted = _reasoning(fields)
-    for i, wanted in enumerate(fields.rows("include", 16)):
-        if wanted not in INCLUDED:
+    for i, included in enumerate(fields.rows("include", 16)):
+        if included not in INCLUDED:
             raise CallRefused(f"must be {INCLUDED[0]!r}", field=f"include[{i}]")
     fields.inner("stream_options", {}).close(frozenset({"include_obfuscation"}))
     chat = ChatCall(
@@ -90,7 +90,7 @@ def responses_call(body: object) -> ResponsesCall:
         instructions=fields.text("instructions"),
         previous=fields.text("previous_response_id"),
         stores=fields.flag("store", True),
-        asked={
+        repeated={
             "tools": fields.value("tools") or [],
             "tool_choice": fields.value("tool_choice") or "auto",
             "parallel_tool_calls": chat.choice.parallel,
@@ -102,7 +102,7 @@ def responses_call(body: object) -> ResponsesCall:
             "metadata": fields.value("metadata") or {},
         },
     )
-    everything = (*fields.settle(RESPONSES), *ignored, *counted, *promised_tools(fields))
+    everything = (*fields.settle(RESPONSES), *ignored, *counted, *strict_fields(fields))
     return replace(call, chat=replace(chat, ignored=everything))
 
 
@@ -237,13 +237,13 @@ def _content(item: BodyFields, field: str) -> str | list[dict[str, Any]]:
 def _part(fields: BodyFields) -> dict[str, Any]:
     kind = fields.text("type", "input_text")
     if kind == "input_image":
-        found = image_part(fields.value("image_url"), fields.name("image_url"))
+        converted = image_part(fields.value("image_url"), fields.name("image_url"))
     elif kind in TEXTS or kind == "refusal":
-        found = text_part(fields.needed_text("refusal" if kind == "refusal" else "text"))
+        converted = text_part(fields.needed_text("refusal" if kind == "refusal" else "text"))
     else:
         fields.refuse("type", "a kind of text, or 'input_image'")
     fields.close(frozenset({"annotations", "logprobs", "detail", "prompt_cache_breakpoint"}))
-    return found
+    return converted
 
 
 def _tool(fields: BodyFields) -> Mapping[str, Any]:

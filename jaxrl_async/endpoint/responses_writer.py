@@ -35,7 +35,7 @@ class ResponsesWriter:
     def finished(self, answer: ChatAnswer, items: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         """Return the finished response. items: its output."""
         cut = answer.answer.finish == "length"
-        drawn = len(answer.answer.completion.token_ids)
+        sampled = len(answer.answer.completion.token_ids)
         return {
             **self._frame(),
             "status": "incomplete" if cut else "completed",
@@ -44,9 +44,9 @@ class ResponsesWriter:
             "usage": {
                 "input_tokens": len(self.prompt),
                 "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": drawn,
+                "output_tokens": sampled,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": len(self.prompt) + drawn,
+                "total_tokens": len(self.prompt) + sampled,
             },
         }
 
@@ -62,7 +62,7 @@ class ResponsesWriter:
             "previous_response_id": self.call.previous,
             "store": self.call.stores,
             "truncation": "disabled",
-            **self.call.asked,
+            **self.call.repeated,
         }
 
 
@@ -94,7 +94,7 @@ class ItemStream:
         part["text"] += text
         logprobs: Event = {} if kind == "reasoning" else {"logprobs": []}
         delta_event = {"type": f"{_text_event(kind)}.delta", "delta": text, **logprobs}
-        return [*events, {**delta_event, **self._place(part=True)}]
+        return [*events, {**delta_event, **self._position(part=True)}]
 
     def close(self) -> list[Event]:
         """Return the events that end the answer; an answer without items gets an empty text."""
@@ -113,7 +113,7 @@ class ItemStream:
         events = [self._added(item)]
         self.items[-1]["content"].append(part)
         begun = {"type": "response.content_part.added", "part": dict(part)}
-        return [*events, {**begun, **self._place(part=True)}]
+        return [*events, {**begun, **self._position(part=True)}]
 
     def _added(self, item: Mapping[str, object]) -> Event:
         self.items.append({"id": f"{self._id}_i{len(self.items)}", **item})
@@ -133,11 +133,11 @@ class ItemStream:
         item = self.items[-1]
         item["status"] = "completed"
         (part,) = item["content"]
-        place = self._place(part=True)
+        position = self._position(part=True)
         logprobs: Event = {} if kind == "reasoning" else {"logprobs": []}
         return [
-            {"type": f"{_text_event(kind)}.done", "text": part["text"], **logprobs, **place},
-            {"type": "response.content_part.done", "part": dict(part), **place},
+            {"type": f"{_text_event(kind)}.done", "text": part["text"], **logprobs, **position},
+            {"type": "response.content_part.done", "part": dict(part), **position},
             self._done(),
         ]
 
@@ -154,18 +154,18 @@ class ItemStream:
         item = {"type": "function_call", "call_id": call["id"], "name": name, "arguments": ""}
         added = self._added({**item, "status": "in_progress"})
         self.items[-1] |= {"arguments": arguments, "status": "completed"}
-        place, kind = self._place(part=False), "response.function_call_arguments"
+        position, kind = self._position(part=False), "response.function_call_arguments"
         return [
             *ended,
             added,
-            {"type": f"{kind}.delta", "delta": arguments, **place},
-            {"type": f"{kind}.done", "arguments": arguments, "name": name, **place},
+            {"type": f"{kind}.delta", "delta": arguments, **position},
+            {"type": f"{kind}.done", "arguments": arguments, "name": name, **position},
             self._done(),
         ]
 
-    def _place(self, *, part: bool) -> dict[str, Any]:
-        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return {**place, "content_index": 0} if part else place
+    def _position(self, *, part: bool) -> dict[str, Any]:
+        position = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {**position, "content_index": 0} if part else position
 
 
 def _text_event(kind: str) -> str:

@@ -14,7 +14,7 @@ from jaxrl_async.shown_environment import key_variables
 from jaxrl_async.tasks.task import Task
 
 
-async def outsiders_play(session: AgentSession) -> None:
+async def placeholder_program(session: AgentSession) -> None:
     """Placeholder program of a task for external agents; ExternalAgentMembers play instead."""
     raise RolloutError(f"{session.base_url}: external agents play this task")
 
@@ -28,7 +28,7 @@ def make_members(
     if not config.serving.external_agents:
         return programs, programs.oldest_s
     tries = config.serving.agent_tries
-    outside = ExternalAgentMembers(programs=programs, lobby=serving.lobby, tries=tries)
+    outside = ExternalAgentMembers(programs=programs, tasks=serving.tasks, tries=tries)
     return outside, programs.oldest_s
 
 

@@ -11,7 +11,7 @@ from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.connection import serving_module
 from jaxrl_async.endpoint.external_agents import TaskQueue
 from jaxrl_async.endpoint.http_server import Endpoint
-from jaxrl_async.endpoint.image_chat import seeing
+from jaxrl_async.endpoint.image_chat import with_images
 from jaxrl_async.endpoint.sampling_request import CallerLimits, stop_ids
 from jaxrl_async.endpoint.service import EndpointLimits, EndpointService, Served
 from jaxrl_async.endpoint.sessions import Sessions
@@ -23,7 +23,7 @@ from jaxrl_async.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-HEARD_S = 0.5
+REPLIES_S = 0.5
 """Time for which agents still get answers after a stop has ended their sessions, seconds."""
 
 
@@ -51,7 +51,7 @@ class RunServing:
         """
         self._guest_key = environ.get(section.key_variable, "").strip()
         self._agent_key = environ.get(section.agent_key_variable, "").strip()
-        self.lobby = TaskQueue()
+        self.tasks = TaskQueue()
         if section.external_agents and not self._agent_key:
             raise ConfigError(
                 "endpoint.external_agents: external agents need a key. Set the environment "
@@ -66,7 +66,7 @@ class RunServing:
         self.sessions = Sessions(max_open=section.max_sessions, count=count)
         self._section = section
         self._endpoint: Endpoint | None = None
-        self._heard_by = 0.0  # time until which agents of ended sessions still get answers
+        self._replies_until_s = 0.0  # time until which agents of ended sessions still get answers
 
     def address(self) -> str:
         """Return its address for programs, without /v1. Raises Closed before `open`."""
@@ -87,7 +87,7 @@ class RunServing:
         section, key = self._section, self._guest_key
         mib = section.max_body_mib
         most_waiting = section.max_open_calls // 2  # the other slots are for agents that play
-        door = TaskLeases(self.lobby, self._agent_key, most_waiting=most_waiting)
+        leases = TaskLeases(self.tasks, self._agent_key, most_waiting=most_waiting)
         service = EndpointService(
             served,
             EndpointLimits(
@@ -98,7 +98,7 @@ class RunServing:
             ),
             sessions=self.sessions,
             guest_keys=(key,) if key else (),
-            door=door if section.external_agents else None,
+            leases=leases if section.external_agents else None,
             cors_origins=section.cors_origins,
         )
         self._endpoint = Endpoint(service, host=section.host, port=section.port).start()
@@ -107,15 +107,15 @@ class RunServing:
     def end_sessions(self) -> None:
         """End all sessions: current and later calls get an error that the run is stopping."""
         if self.sessions.all():
-            self._heard_by = time.monotonic() + HEARD_S
+            self._replies_until_s = time.monotonic() + REPLIES_S
         self.sessions.close()
-        self.lobby.close()
+        self.tasks.close()
 
     def close(self) -> None:
         """End all sessions, and then the server after agents had time for a reply. Idempotent."""
         self.end_sessions()
         if self._endpoint is not None:
-            time.sleep(max(self._heard_by - time.monotonic(), 0.0))
+            time.sleep(max(self._replies_until_s - time.monotonic(), 0.0))
             self._endpoint.close()
 
 
@@ -135,7 +135,7 @@ def served_by_run(
         name=config.serving.model,
         generate=generate,
         tokenizer=tokenizer,
-        chat=seeing(chat, tokenizer.images),
+        chat=with_images(chat, tokenizer.images),
         terms=CallerLimits(
             sampling=SamplingParams(
                 temperature=section.temperature,

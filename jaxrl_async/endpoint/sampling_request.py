@@ -35,7 +35,7 @@ MAX_STOP_IDS = 64
 """Maximum number of stop token ids in a call; the sampler checks a lower limit itself."""
 MAX_TOP = 20
 """Maximum number of likeliest tokens whose log-probs a call gets for each position."""
-MAX_ASKED = 2**63
+MAX_REQUESTED = 2**63
 """Largest number of tokens that a client may request; the actual number is capped."""
 
 
@@ -69,7 +69,7 @@ class ShownLogprobs:
 
     @property
     def request(self) -> LogprobRequest | None:
-        """What the sampler is asked for; None: nothing."""
+        """The request to the sampler; None: nothing."""
         top = max(self.top, self.prompt or 0)
         if not (top or self.ids or self.prompt is not None):
             return None
@@ -106,7 +106,7 @@ class RequestDraft:
     shaping: LogitShaping | None  # of a guest, whole; of a fixed distribution, its constraint
 
 
-def drafted(options: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestDraft:
+def draft_request(options: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestDraft:
     """Apply a caller's terms to options. Raises CallRefused if the prompt leaves no room.
 
     Args:
@@ -140,13 +140,13 @@ def drafted(options: SamplingOptions, terms: CallerLimits, prompt: int) -> Reque
         )
     fixed = terms.fixed_sampling
     most = min(terms.max_new_tokens, room)
-    asked = most if options.max_new_tokens is None else options.max_new_tokens
+    requested = most if options.max_new_tokens is None else options.max_new_tokens
     return RequestDraft(
         sampling=terms.sampling if fixed else sampling_of(options, terms.sampling),
         stop_token_ids=stops,
-        max_new_tokens=min(asked, most),
+        max_new_tokens=min(requested, most),
         extras=options.extras or terms.extras,
-        capped=asked > most,
+        capped=requested > most,
         shaping=fixed_shaping(options.shaping, terms.takes_constraints)
         if fixed
         else options.shaping,
@@ -275,9 +275,9 @@ def sampling_options(
         usual: default for the maximum tokens of an answer; None: as many as possible.
         least: minimum for the maximum tokens of an answer; 0 scores the prompt.
     """
-    asked = fields.whole("max_completion_tokens", least, MAX_ASKED)
-    older = fields.whole("max_tokens", least, MAX_ASKED)
-    most = next((number for number in (asked, older) if number is not None), usual)
+    newer = fields.whole("max_completion_tokens", least, MAX_REQUESTED)
+    older = fields.whole("max_tokens", least, MAX_REQUESTED)
+    most = next((number for number in (newer, older) if number is not None), usual)
     shaping, (by, constraint) = shaping_of(fields), constraint_of(fields)
     if constraint is not None:
         shaping = replace(shaping or LogitShaping(), constraint=constraint)
@@ -300,10 +300,10 @@ def sampling_options(
 def stops_of(fields: BodyFields, field: str) -> tuple[str, ...]:
     """Return the stop strings, given as one text or a list. Raises CallRefused."""
     value: Any = fields.value(field)
-    given: Sequence[Any] = [value] if isinstance(value, str) else fields.rows(field, MAX_STOPS)
-    for stop in given:
+    stops: Sequence[Any] = [value] if isinstance(value, str) else fields.rows(field, MAX_STOPS)
+    for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_LENGTH:
             raise CallRefused(
                 f"must hold texts of 1 to {MAX_STOP_LENGTH} characters", field=fields.name(field)
             )
-    return tuple(given)
+    return tuple(stops)

@@ -1,6 +1,6 @@
 """The endpoint's service: callers, limits, and the path from a checked call to its answers.
 
-    body ──parse──> call ──prompt──> tokens ──Drawing──> answers ──writer──> body, or a stream
+    body ──parse──> call ──prompt──> tokens ──sampling──> answers ──writer──> body, or a stream
             │                │
             └ CallRefused    └ Conversations: generated tokens are never tokenised again
 
@@ -39,7 +39,7 @@ from jaxrl_async.endpoint.sampling_request import (
     CallerLimits,
     RequestDraft,
     SamplingOptions,
-    drafted,
+    draft_request,
 )
 from jaxrl_async.endpoint.sessions import REWARD_KEY, PolicySession, Sessions
 from jaxrl_async.endpoint.task_lease import TaskLeases
@@ -158,7 +158,7 @@ class EndpointService:
         *,
         sessions: Sessions | None = None,
         guest_keys: tuple[str, ...] = (),
-        door: TaskLeases | None = None,
+        leases: TaskLeases | None = None,
         adapters: AdapterAdmin | None = None,
         cors_origins: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -170,7 +170,7 @@ class EndpointService:
             limits: limits of the endpoint.
             sessions: sessions of a run, found by their keys; None: none.
             guest_keys: keys of callers whose answers do not become an episode; (): none.
-            door: gives tasks to external agents; None: programs of the run play.
+            leases: gives tasks to external agents; None: programs of the run play.
             adapters: resolves the model that a guest names; None: any name is the one model.
             cors_origins: pages whose scripts may call, such as https://example.org; *: all.
             clock: for idle guests.
@@ -184,7 +184,7 @@ class EndpointService:
             label=served.label,
         )
         self._sessions, self._guest_keys, self._clock = sessions, guest_keys, clock
-        self._door, self.adapters, self.cors_origins = door, adapters, cors_origins
+        self._leases, self.adapters, self.cors_origins = leases, adapters, cors_origins
         self._server, self._numbers = secrets.token_hex(SERVER_BYTES), itertools.count()
         self._ignored: set[str] = set()  # fields whose first time was logged
         self._watch = ProgressWatch(served.generate)
@@ -259,11 +259,11 @@ class EndpointService:
         except SessionEnded as error:
             raise CallRefused(str(error), status=401, code="invalid_api_key") from None
 
-    def door(self) -> TaskLeases:
+    def leases(self) -> TaskLeases:
         """Return the TaskLeases for external agents. Raises CallRefused if there are none."""
-        if self._door is None:
+        if self._leases is None:
             raise CallRefused("external agents are not enabled (endpoint.external_agents)", 404)
-        return self._door
+        return self._leases
 
     def caller(
         self,
@@ -271,7 +271,7 @@ class EndpointService:
         conversation: str | None,
         model: object = None,
         *,
-        voice: str | None = None,
+        player: str | None = None,
     ) -> Caller:
         """Return the caller with a key. Raises CallRefused.
 
@@ -279,11 +279,11 @@ class EndpointService:
             key: key of a guest or a session.
             conversation: name of one of a guest's conversations; None: nothing is stored.
             model: the model that a guest names; None: the base.
-            voice: name of one of a session's players; None: there is only one.
+            player: name of one of a session's players; None: there is only one.
         """
         if key is None or not self._is_guest(key):
             session = self.session(key)
-            return Member(session, self._of_member(session), voice or "")
+            return Member(session, self._of_member(session), player or "")
         served = self.served
         adapter = "" if self.adapters is None else self.adapters.adapter_of(model)
         known = Conversations() if conversation is None else self._of_guest(key, conversation)
@@ -295,8 +295,8 @@ class EndpointService:
             raise CallRefused("a session's key may not do that", status=403)
 
     def _is_guest(self, key: str) -> bool:
-        given = key.encode()
-        return any(hmac.compare_digest(given, known.encode()) for known in self._guest_keys)
+        encoded = key.encode()
+        return any(hmac.compare_digest(encoded, known.encode()) for known in self._guest_keys)
 
     def _of_member(self, session: PolicySession) -> Conversations:
         if session.key not in self._members:
@@ -405,16 +405,16 @@ class EndpointService:
             is_long: for a long body.
         """
         tokenizer = self.served.tokenizer
-        return await self.tokenised(
+        return await self.tokenise(
             caller,
             lambda: tokenizer.encode_prompt(text, BARE) if adds_special else tokenizer.encode(text),
             is_long,
         )
 
-    async def tokenised(self, caller: Caller, work: Callable[[], T], is_long: bool) -> T:
+    async def tokenise(self, caller: Caller, work: Callable[[], T], is_long: bool) -> T:
         """Run the work that tokenises a prompt. Raises CallRefused."""
         try:
-            return await self.aside(work, is_long=is_long)
+            return await self.run(work, is_long=is_long)
         except TextTooLong as error:
             most = caller.terms.max_length
             refused = CallRefused(
@@ -425,7 +425,7 @@ class EndpointService:
             caller.exhaust(refused.message, error.token_ids)
             raise refused from None
 
-    async def aside(self, work: Callable[[], T], *, is_long: bool = False) -> T:
+    async def run(self, work: Callable[[], T], *, is_long: bool = False) -> T:
         """Run slow work in a thread; it is dropped if the call ends before it starts. is_long: for
         a long body, which uses a separate thread and blocks no other call.
 
@@ -448,7 +448,7 @@ class EndpointService:
         return self.served.chat
 
     @asynccontextmanager
-    async def drawing(
+    async def sample(
         self, caller: Caller, prompts: Sequence[IntArray], options: SamplingOptions, *, parts: bool
     ) -> AsyncIterator[CallGeneration]:
         """Sample the answers of a call; unfinished ones are cancelled when the block is left.
@@ -462,7 +462,7 @@ class EndpointService:
         drafts: list[RequestDraft] = []
         for token_ids in prompts:
             try:
-                drafts.append(drafted(options, caller.terms, len(token_ids)))
+                drafts.append(draft_request(options, caller.terms, len(token_ids)))
             except CallRefused as refused:
                 if refused.code == TOO_LONG:
                     caller.exhaust(refused.message, token_ids)
@@ -470,7 +470,7 @@ class EndpointService:
         self.count(capped=any(draft.capped for draft in drafts))
         await self._prepare(options)
         watches = self.served.streams_early and (parts or bool(options.stops))
-        drawing = CallGeneration(
+        generation = CallGeneration(
             caller,
             prompts,
             drafts,
@@ -480,9 +480,9 @@ class EndpointService:
         )
         try:
             async with asyncio.timeout(self.limits.call_s):
-                yield drawing
+                yield generation
         finally:
-            await drawing.close()
+            await generation.close()
 
     async def _prepare(self, options: SamplingOptions) -> None:
         """Compile a call's constraint on another thread, if it is new. Raises CallRefused."""

@@ -73,62 +73,62 @@ class GivenRewards:
         return Score(reward=self.reward or 0.0, parts=dict(self.parts), token_rewards=tokens)
 
 
-class Talks:
-    """The chat calls of each voice, the latest voice last: the messages of the first call, and of
+class PlayerMessages:
+    """The chat calls of each player, the latest player last: the messages of the first call, and of
     the latest with its answer."""
 
     def __init__(self) -> None:
-        self._by_voice: dict[str, tuple[tuple[Message, ...], tuple[Message, ...]]] = {}
+        self._by_player: dict[str, tuple[tuple[Message, ...], tuple[Message, ...]]] = {}
 
-    def add(self, asked: Sequence[Message], answer: Message, voice: str) -> None:
+    def add(self, messages: Sequence[Message], answer: Message, player: str) -> None:
         """Record a call and its answer."""
-        first, _ = self._by_voice.pop(voice, (tuple(asked), ()))
-        self._by_voice[voice] = (first, (*asked, answer))
+        first, _ = self._by_player.pop(player, (tuple(messages), ()))
+        self._by_player[player] = (first, (*messages, answer))
 
-    def said(self, voice: str | None) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """Return Episode.opened and Episode.messages of a voice; None: of the latest."""
-        voice = next(reversed(self._by_voice), "") if voice is None else voice
-        first, talk = self._by_voice.get(voice, ((), ()))
+    def of(self, player: str | None) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """Return Episode.opened and Episode.messages of a player; None: of the latest."""
+        player = next(reversed(self._by_player), "") if player is None else player
+        first, messages = self._by_player.get(player, ((), ()))
         begun = len(first)
-        if talk[:begun] != first:  # its history was rewritten
-            begun = next((i for i, m in enumerate(talk) if m["role"] == "assistant"), 0)
-        said = as_json(talk)
-        return said[:begun], said[begun:]
+        if messages[:begun] != first:  # its history was rewritten
+            begun = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), 0)
+        plain = as_json(messages)
+        return plain[:begun], plain[begun:]
 
 
 class SessionTimes:
     """When a session was opened, used, and sampled tokens."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._drawing_s = clock, 0.0
-        self._opened_at = self._last_use = self._drawing_since = clock()
+        self._clock, self._sampling_s = clock, 0.0
+        self._opened_at = self._last_use = self._sampling_since = clock()
 
-    def began_drawing(self) -> None:
+    def began_sampling(self) -> None:
         """Note that a call runs, and none did before."""
-        self._drawing_since = self._clock()
+        self._sampling_since = self._clock()
 
-    def used(self, *, stops_drawing: bool = False) -> None:
-        """Note a use. stops_drawing: the last running call has ended."""
+    def used(self, *, stops_sampling: bool = False) -> None:
+        """Note a use. stops_sampling: the last running call has ended."""
         self._last_use = self._clock()
-        if stops_drawing:
-            self._drawing_s += self._last_use - self._drawing_since
+        if stops_sampling:
+            self._sampling_s += self._last_use - self._sampling_since
 
-    def drawing_s(self, *, draws: bool) -> float:
-        """Return the time during which at least one call ran, seconds. draws: one runs now."""
-        return self._drawing_s + (self._clock() - self._drawing_since if draws else 0.0)
+    def sampling_s(self, *, samples: bool) -> float:
+        """Return the time during which at least one call ran, seconds. samples: one runs now."""
+        return self._sampling_s + (self._clock() - self._sampling_since if samples else 0.0)
 
-    def remaining(self, bounds: SessionLimits, *, draws: bool) -> tuple[float, str]:
+    def remaining(self, bounds: SessionLimits, *, samples: bool) -> tuple[float, str]:
         """Return the seconds until a time limit is reached, and its end reason."""
         now = self._clock()
         total = self._opened_at + bounds.total_s - now
-        idle = math.inf if draws else self._last_use + bounds.idle_s - now
+        idle = math.inf if samples else self._last_use + bounds.idle_s - now
         if idle < total:
             return max(idle, 0.0), f"it received no call for {bounds.idle_s:g} s (abandoned)"
         return max(total, 0.0), f"it took more than {bounds.total_s:g} s"
 
 
 class CallOptions(NamedTuple):
-    """What a call asks for; see PolicySession.draw."""
+    """The options of a call; see PolicySession.sample."""
 
     max_new_tokens: int | None
     stop_token_ids: tuple[int, ...]
@@ -137,14 +137,14 @@ class CallOptions(NamedTuple):
     shaping: LogitShaping | None
 
 
-def check_call(label: str, tokens: IntArray, asked: CallOptions) -> None:
+def check_call(label: str, tokens: IntArray, options: CallOptions) -> None:
     """Raise RolloutError for a call without a row of token ids, or of no new token."""
     if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
         raise RolloutError(
             f"session {label}: a call needs one row of token ids, not an array of shape "
             f"{tokens.shape} and type {tokens.dtype}."
         )
-    most = asked.max_new_tokens
+    most = options.max_new_tokens
     if most is not None and most < 1:
         raise RolloutError(f"session {label}: max_new_tokens is {most}, not 1+.")
 
@@ -166,34 +166,34 @@ def no_room(length: int, most: int) -> str:
 
 
 def with_options(
-    request: Request, asked: CallOptions, *, own: bool, constraints: bool, left: int
+    request: Request, options: CallOptions, *, own: bool, constraints: bool, left: int
 ) -> tuple[Request, bool]:
     """Return a request with a call's options, and whether some of them were overridden.
 
     Args:
         request: by the run's settings.
-        asked: the options.
+        options: of the call.
         own: whether the caller chooses the distribution and random numbers.
         constraints: whether it may constrain its answer.
         left: maximum number of new tokens in the session.
     """
-    stops = (*request.stop_token_ids, *asked.stop_token_ids)
-    fixed = fixed_shaping(asked.shaping, constraints)
-    other = asked.seed is not None or asked.sampling not in (None, request.sampling)
+    stops = (*request.stop_token_ids, *options.stop_token_ids)
+    fixed = fixed_shaping(options.shaping, constraints)
+    other = options.seed is not None or options.sampling not in (None, request.sampling)
     request = replace(
         request,
-        max_new_tokens=min(request.max_new_tokens, asked.max_new_tokens or left, left),
+        max_new_tokens=min(request.max_new_tokens, options.max_new_tokens or left, left),
         stop_token_ids=tuple(dict.fromkeys(stops)),
-        shaping=asked.shaping if own else fixed,
+        shaping=options.shaping if own else fixed,
     )
-    if own and asked.sampling is not None:
-        request = replace(request, sampling=asked.sampling)
-    if own and asked.seed is not None:
-        request = replace(request, key=(asked.seed % 2**31, 0), branch=0)
-    return request, not own and (other or fixed != asked.shaping)
+    if own and options.sampling is not None:
+        request = replace(request, sampling=options.sampling)
+    if own and options.seed is not None:
+        request = replace(request, key=(options.seed % 2**31, 0), branch=0)
+    return request, not own and (other or fixed != options.shaping)
 
 
-def named_parts(parts: Mapping[str, float], most: float) -> dict[str, float]:
+def checked_parts(parts: Mapping[str, float], most: float) -> dict[str, float]:
     """Check the parts of a reward. Raises RolloutError for an invalid name or number."""
     if len(parts) > MAX_PARTS:
         raise RolloutError(f"a reward has at most {MAX_PARTS} parts, not {len(parts)}.")

@@ -1,12 +1,12 @@
 """Sessions: members of groups that are played by an external caller, who only sends completion
 requests.
 
-    Sessions.open ─> PolicySession ─key─> an agent ──draw──> Generate
+    Sessions.open ─> PolicySession ─key─> an agent ──sample──> Generate
                           │ Trace            (an endpoint finds the session by its key)
                           v
                        Episode  <── reward, finish, or a limit
 
-A session is not bound to a thread: `draw` runs on the event loop that calls it, and all other
+A session is not bound to a thread: `sample` runs on the event loop that calls it, and all other
 methods are thread safe. It ends once: by `finish`, by its owner, or by a time limit. Later calls
 are rejected with the reason.
 """
@@ -26,13 +26,13 @@ import numpy as np
 from jaxrl_async.endpoint.session_parts import (
     CallOptions,
     GivenRewards,
+    PlayerMessages,
     SessionTimes,
-    Talks,
     bounded,
     call_number,
     check_call,
+    checked_parts,
     limit_reached,
-    named_parts,
     no_room,
     with_options,
 )
@@ -77,15 +77,15 @@ KEY_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionPlace:
-    """The group and member that a session plays."""
+class SessionMember:
+    """The member of a group that a session plays."""
 
     prompt: Prompt
     label: str  # the group's part of its request ids: "g5"
-    member: int = 0
+    index: int = 0
 
     def __str__(self) -> str:
-        return f"{self.label}/m{self.member}"
+        return f"{self.label}/m{self.index}"
 
 
 class PolicySession:
@@ -94,7 +94,7 @@ class PolicySession:
     def __init__(
         self,
         generate: Generate,
-        place: SessionPlace,
+        member: SessionMember,
         limits: EpisodeLimits,
         bounds: SessionLimits,
         *,
@@ -107,7 +107,7 @@ class PolicySession:
 
         Args:
             generate: the sampler.
-            place: the member.
+            member: the member that it plays.
             limits: sampling settings, and the maximum length of each sequence.
             bounds: limits of the whole session.
             key: key for callers; None: an unguessable one.
@@ -118,24 +118,23 @@ class PolicySession:
         self.key = secrets.token_urlsafe(KEY_BYTES) if key is None else key
         # rewards and ends the session; not `key`, which code written by the policy may have
         self.reward_key = REWARD_KEY + secrets.token_urlsafe(KEY_BYTES)
-        self.prompt, self.label = place.prompt, str(place)  # the task; the member, as "g5/m2"
-        self.place, self.limits, self.bounds = place, limits, bounds
+        self.prompt, self.label = member.prompt, str(member)  # the task; the member, as "g5/m2"
+        self.member, self.limits, self.bounds = member, limits, bounds
         self._generate, self._run_stops = generate, run_stops
-        self._lock = threading.Lock()
-        self._trace, self._given, self._told_reward_key = Trace(), GivenRewards(), False
+        self._lock = threading.RLock()
+        self._trace, self._rewards, self._reward_key_taken = Trace(), GivenRewards(), False
         self._kept = kept or KeptAnswers()
         self.ended: str | None = None  # the reason for its end; None: it is open
         self.exhausted: str | None = None  # the limit of calls or tokens that rejected a call
         self._refused: IntArray | None = None  # [prompt] of a call that left no room
-        self._talks = Talks()
-        self._on_end: list[Callable[[str], object]] = []
-        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Completion]]] = {}
+        self._messages = PlayerMessages()
+        self._on_end: dict[object, Callable[[str], object]] = {}  # of a running call: by its number
         self._counts, self._times = SessionCounts(), SessionTimes(clock)
 
     # ---- read by callers
 
     @property
-    def drew(self) -> bool:
+    def has_sampled(self) -> bool:
         """Whether any call has sampled tokens."""
         return self._trace.num_turns > 0
 
@@ -147,7 +146,7 @@ class PolicySession:
 
     # ---- calls
 
-    async def draw(
+    async def sample(
         self,
         token_ids: IntArray,
         *,
@@ -159,8 +158,8 @@ class PolicySession:
         logprobs: LogprobRequest | None = None,
         cut: Callable[[IntArray], int | None] | None = None,
         early: "asyncio.Future[Completion] | None" = None,
-        began: Callable[[str], None] | None = None,
-        voice: str = "",
+        began: Callable[[str], object] = lambda request_id: None,
+        player: str = "",
     ) -> Completion:
         """Sample a continuation of these tokens, [prompt] int32, and record it. On any event loop.
 
@@ -180,47 +179,45 @@ class PolicySession:
             early: set to the first part of the completion by a watcher of Generate.progress that
                 finds its end there; its slot becomes free at the next block.
             began: called with the request's id before it is queued.
-            voice: the player that calls; empty: there is only one.
+            player: the player that calls; empty: there is only one.
 
         Raises SessionEnded if the session has ended or ends meanwhile (Closed if the run stops),
         SessionLimit if it may sample no more, RolloutError for a request that cannot be served.
         """
-        asked = CallOptions(max_new_tokens, stop_token_ids, sampling, seed, shaping)
-        request, number = self._begin(token_ids, asked, voice)
-        request = replace(request, logprobs=logprobs)
+        options = CallOptions(max_new_tokens, stop_token_ids, sampling, seed, shaping)
+        request, number, completion = self._begin(token_ids, options, player)
         try:
-            if began is not None:
-                began(request.request_id)
-            completion = self._kept_answer(request, voice)
+            began(request.request_id)
             if completion is None:
-                future = self._generate.submit_many([request])[0]
-                self._wait_for(number, future)
-                completion = await (future if early is None else _first_of(future, early))
+                loop = asyncio.get_running_loop()
+                future = self._generate.submit_many([replace(request, logprobs=logprobs)])[0]
+                self.on_end(lambda _: call_in(loop, future.cancel), number)
+                completion = await (future if early is None else first_of(future, early))
             check_kept(completion, self.limits, len(request.token_ids))
-            kept = None if cut is None else cut(completion.token_ids)
+            count = None if cut is None else cut(completion.token_ids)
         except BaseException as error:
-            self._cancel(number)
+            self._close_call(number, None)
             stopped = isinstance(error, asyncio.CancelledError | Closed) and not _is_cancelled()
             if stopped and self.ended is not None:
                 raise self._end_error() from None
             raise
-        if kept is not None and kept < len(completion.token_ids):
-            completion = cut_completion(completion, max(kept, 0), len(request.token_ids))
-        self._record(number, completion)
+        if count is not None and count < len(completion.token_ids):
+            completion = cut_completion(completion, max(count, 0), len(request.token_ids))
+        self._close_call(number, completion)
         return completion
 
-    def tell_reward_key(self) -> str:
+    def take_reward_key(self) -> str:
         """Return the reward key: once, and before the first call, while no code written by the
         policy has run. Raises RolloutError afterwards."""
         with self._lock:
             self._check_open()
-            if self._told_reward_key or self._trace.num_calls:
-                why = "it was returned before" if self._told_reward_key else "calls were made"
+            if self._reward_key_taken or self._trace.num_calls:
+                why = "it was returned before" if self._reward_key_taken else "calls were made"
                 raise RolloutError(
                     f"session {self.label}: {why}, and the reward key is returned only once, "
                     "before the first call. Request it first."
                 )
-            self._told_reward_key = True
+            self._reward_key_taken = True
             return self.reward_key
 
     def reward(
@@ -238,22 +235,22 @@ class PolicySession:
         without sampled tokens.
         """
         value = bounded("reward", value, self.bounds.max_reward)
-        named = named_parts(parts or {}, self.bounds.max_reward)
+        named = checked_parts(parts or {}, self.bounds.max_reward)
         if named and call is not None:
             raise RolloutError(f"session {self.label}: the reward of a call has no parts.")
         with self._lock:
             self._check_open()
             self._times.used()
             if call is None:
-                self._given.reward, self._given.parts = value, named
+                self._rewards.reward, self._rewards.parts = value, named
                 return
-            self._given.of_calls[call_number(self.label, call, self._trace)] = value
+            self._rewards.of_calls[call_number(self.label, call, self._trace)] = value
 
-    def talked(self, asked: Sequence[Message], answer: Message, voice: str = "") -> None:
-        """Record a voice's chat call and its answer, for reward functions. The latest call's
+    def add_messages(self, messages: Sequence[Message], answer: Message, player: str = "") -> None:
+        """Record a player's chat call and its answer, for reward functions. The latest call's
         messages are kept; the first call's messages are the opening."""
         with self._lock:
-            self._talks.add(asked, answer, voice)
+            self._messages.add(messages, answer, player)
 
     def exhaust(self, limit: str, token_ids: IntArray | None = None) -> None:
         """Record that a call was rejected for this limit before it reached the session: the episode
@@ -280,44 +277,38 @@ class PolicySession:
             if self.ended is not None:
                 return
             self.ended = reason
-            waiting, self._waiting = list(self._waiting.values()), {}
-            callbacks, self._on_end = self._on_end, []
-        for loop, future in waiting:
-            call_in(loop, future.cancel)
-        for callback in callbacks:
+            callbacks, self._on_end = self._on_end, {}
+        for callback in callbacks.values():
             callback(reason)
 
-    def on_end(self, callback: Callable[[str], object]) -> None:
+    def on_end(self, callback: Callable[[str], object], call: int | None = None) -> None:
         """Call a function once with the end reason when it has ended, or now if it has; on the
-        thread that ends it."""
+        thread that ends it. call: number of the running call whose end removes the function."""
         with self._lock:
             if self.ended is None:
-                self._on_end.append(callback)
+                self._on_end[object() if call is None else call] = callback
                 return
         callback(self.ended)
 
     def remaining_s(self) -> float:
         """Return the seconds until a time limit may end it, at least 0; infinite once it has
         ended."""
-        with self._lock:
-            return self._remaining()[0]
+        return self._remaining()[0]
 
     def expire(self) -> bool:
         """End it if a time limit is reached; return whether this call ended it."""
-        with self._lock:
-            left, reason = self._remaining()
-        if left > 0:
-            return False
-        self.end(reason)
-        return True
+        left_s, reason = self._remaining()
+        if left_s <= 0:
+            self.end(reason)
+        return left_s <= 0
 
-    def drawing_s(self) -> float:
+    def sampling_s(self) -> float:
         """Return the time during which at least one of its calls was running, seconds."""
         with self._lock:
-            return self._times.drawing_s(draws=self._trace.num_drawing > 0)
+            return self._times.sampling_s(samples=self._trace.num_drawing > 0)
 
     def sampled_versions(self) -> IntArray:
-        """Return the versions of the tokens of its finished calls, [drawn] int32."""
+        """Return the versions of the tokens of its finished calls, [tokens] int32."""
         with self._lock:
             return self._trace.sampled_versions()
 
@@ -336,75 +327,70 @@ class PolicySession:
         with self._lock:
             return self._counts
 
-    def episode(self, *, stop: StopReason | None = None) -> Episode:
-        """Return the sampled contexts as an episode, with the score if there is one.
-
-        stop: its stop reason; None: LENGTH if it was exhausted, else its last call's.
+    def episode(self) -> Episode:
+        """Return the sampled contexts as an episode, with the score if there is one. Its stop
+        reason is LENGTH if the session was exhausted, else its last call's.
 
         Raises RolloutError if it has no sampled tokens, unless its first call left no room for an
         answer: that call is then the episode.
         """
         with self._lock:
             if not self._trace.num_turns and self._refused is not None:
-                return unplayed_episode(self._refused, self.limits, self._given.score(None))
+                return unplayed_episode(self._refused, self.limits, self._rewards.score(None))
             if not self._trace.num_turns:
                 raise RolloutError(
                     f"session {self.label}, prompt {self.prompt.prompt_id}: it ended "
                     f"({self.ended or 'while open'}) and no call sampled any token. Let the "
                     "program use the address and key that it receives."
                 )
-            if stop is None:
-                stop = StopReason.LENGTH if self.exhausted is not None else self._trace.stop
-            score = self._given.score(self._trace.token_rewards(self._given.of_calls))
-            opened, said = self._talks.said(None)
-            return replace(self._trace.episode(stop), opened=opened, messages=said, score=score)
+            score = self._rewards.score(self._trace.token_rewards(self._rewards.of_calls))
+            return replace(self._assemble(self._trace.stop, None), score=score)
 
-    def episode_of(self, voice: str) -> Episode | None:
-        """Return one voice's contexts as an episode without a score; None: no sampled tokens."""
+    def episode_of(self, player: str) -> Episode | None:
+        """Return one player's contexts as an episode without a score; None: no sampled tokens."""
         with self._lock:
-            stop = self._trace.stop_of(voice)
-            if stop is None:
-                return None
-            stop = StopReason.LENGTH if self.exhausted is not None else stop
-            opened, said = self._talks.said(voice)
-            return replace(self._trace.episode(stop, voice), opened=opened, messages=said)
+            stop = self._trace.stop_of(player)
+            return None if stop is None else self._assemble(stop, player)
+
+    def _assemble(self, stop: StopReason, player: str | None) -> Episode:
+        stop = StopReason.LENGTH if self.exhausted is not None else stop
+        opened, messages = self._messages.of(player)
+        return replace(self._trace.episode(stop, player), opened=opened, messages=messages)
 
     @property
     def too_long(self) -> bool:
         """Whether it has no sampled tokens because its first call left no room for an answer."""
-        return self._refused is not None and not self.drew
+        return self._refused is not None and not self.has_sampled
 
     # ---- one call
 
-    def _begin(self, token_ids: IntArray, asked: CallOptions, voice: str) -> tuple[Request, int]:
-        """Check that a call is allowed, and register it."""
+    def _begin(
+        self, token_ids: IntArray, options: CallOptions, player: str
+    ) -> tuple[Request, int, Completion | None]:
+        """Check that a call is allowed, and register it; return its request, its number, and the
+        answer that a call of the same tokens got before a resume."""
         tokens = np.asarray(token_ids)
-        check_call(self.label, tokens, asked)
+        check_call(self.label, tokens, options)
         with self._lock:
             self._check_open()
             self._check_limits(tokens)
-            begun = self._trace.begin(tokens, voice)
+            begun = self._trace.begin(tokens, player)
             if self._trace.num_drawing == 1:
-                self._times.began_drawing()
+                self._times.began_sampling()
             request = make_request(
-                self.place.label, self.prompt, self.place.member, begun.number, tokens, self.limits
+                self.member.label, self.prompt, self.member.index, begun.number, tokens, self.limits
             )
             request, overridden = with_options(
                 replace(request, branch=begun.branch),
-                asked,
+                options,
                 own=self.bounds.own_sampling,
                 constraints=self.takes_constraints,
                 left=max(self.bounds.max_tokens - self._trace.length, 1),
             )
             self._counts = self._counts.plus(calls=1, overridden_calls=overridden)
-        return request, begun.number
-
-    def _kept_answer(self, request: Request, voice: str) -> Completion | None:
-        """Return the answer that a call of the same tokens got before a resume; None: it is to be
-        sampled."""
-        with self._lock:
-            found = self._kept.take(request.token_ids, voice)
-        return None if found is None else replace(found, request_id=request.request_id)
+            kept = self._kept.take(request.token_ids, player)
+        kept = None if kept is None else replace(kept, request_id=request.request_id)
+        return request, begun.number, kept
 
     def _check_open(self) -> None:
         if self.ended is not None:
@@ -418,44 +404,29 @@ class PolicySession:
 
     def _check_limits(self, tokens: IntArray) -> None:
         """Raise SessionLimit if no token may be sampled after these, [prompt] int32."""
-        limit = limit_reached(self._trace, self.bounds)
-        if not limit and (limit := no_room(len(tokens), self.limits.max_length)):
-            self._refused = tokens if self._refused is None else self._refused
-        if limit:
-            self.exhausted = self.exhausted or limit
+        full = no_room(len(tokens), self.limits.max_length)
+        if limit := limit_reached(self._trace, self.bounds) or full:
+            self.exhaust(limit, tokens if limit == full else None)
             raise SessionLimit(f"session {self.label} may not sample any more: {limit}.")
 
-    def _wait_for(self, number: int, future: "asyncio.Future[Completion]") -> None:
-        """Register this future so that `end` cancels it."""
+    def _close_call(self, number: int, completion: Completion | None) -> None:
+        """Record a call's completion; None: it was cancelled. Raises if the session has ended."""
         with self._lock:
-            if self.ended is None:
-                self._waiting[number] = (asyncio.get_running_loop(), future)
-                return
-        future.cancel()
-
-    def _cancel(self, number: int) -> None:
-        with self._lock:
-            waiting = self._waiting.pop(number, None)
-            self._trace.cancel(number)
-            self._counts = self._counts.plus(cancelled_calls=1)
-            self._times.used(stops_drawing=not self._trace.num_drawing)
-        if waiting is not None:
-            waiting[1].cancel()
-
-    def _record(self, number: int, completion: Completion) -> None:
-        with self._lock:
-            self._waiting.pop(number, None)
-            if self.ended is not None:  # ended just now: these tokens are not used
+            self._on_end.pop(number, None)
+            if completion is not None and self.ended is None:
+                self._trace.end(number, completion)
+            else:  # its tokens are not used
                 self._trace.cancel(number)
                 self._counts = self._counts.plus(cancelled_calls=1)
+            self._times.used(stops_sampling=not self._trace.num_drawing)
+            if completion is not None and self.ended is not None:
                 raise self._end_error()
-            self._trace.end(number, completion)
-            self._times.used(stops_drawing=not self._trace.num_drawing)
 
     def _remaining(self) -> tuple[float, str]:
         """Return the seconds until a time limit is reached, and its end reason."""
-        left = self._times.remaining(self.bounds, draws=self._trace.num_drawing > 0)
-        return left if self.ended is None else (math.inf, "")
+        with self._lock:
+            remaining = self._times.remaining(self.bounds, samples=self._trace.num_drawing > 0)
+            return remaining if self.ended is None else (math.inf, "")
 
 
 class Sessions:
@@ -485,7 +456,7 @@ class Sessions:
     def open(
         self,
         generate: Generate,
-        place: SessionPlace,
+        member: SessionMember,
         limits: EpisodeLimits,
         bounds: SessionLimits,
         *,
@@ -498,7 +469,7 @@ class Sessions:
         """
         session = PolicySession(
             generate,
-            place,
+            member,
             limits,
             bounds,
             key=key,
@@ -524,13 +495,13 @@ class Sessions:
     def find(self, key: str) -> PolicySession:
         """Return the open session of this key. Raises SessionEnded, with the reason if a session
         with this key ended recently, and Closed after `close`."""
-        return self._found(self._open, key)
+        return self._lookup(self._open, key)
 
     def find_rewarded(self, reward_key: str) -> PolicySession:
         """Return the open session that this key rewards. Raises as `find`."""
-        return self._found(self._rewarded, reward_key)
+        return self._lookup(self._rewarded, reward_key)
 
-    def _found(self, by_key: Mapping[str, PolicySession], key: str) -> PolicySession:
+    def _lookup(self, by_key: Mapping[str, PolicySession], key: str) -> PolicySession:
         with self._lock:
             session, reason = by_key.get(key), self._past.get(key)
             closed = self._closed
@@ -570,16 +541,16 @@ class Sessions:
                 self._past.popitem(last=False)
 
 
-async def _first_of(
+async def first_of(
     future: "asyncio.Future[Completion]", early: "asyncio.Future[Completion]"
 ) -> Completion:
-    """Return the sampler's completion, or its first part if that is set first; then cancel the rest
-    of the call."""
-    await asyncio.wait({future, early}, return_when=asyncio.FIRST_COMPLETED)
-    if future.done():
-        return future.result()
-    future.cancel()
-    return early.result()
+    """Return the sampler's completion, or its first part if that is set first; then, and if the
+    caller is cancelled, cancel the rest of the call."""
+    try:
+        await asyncio.wait({future, early}, return_when=asyncio.FIRST_COMPLETED)
+        return future.result() if future.done() else early.result()
+    finally:
+        future.cancel()
 
 
 def _is_cancelled() -> bool:

@@ -34,20 +34,20 @@ class _ChatChoice:
 
     def __init__(self, choice: GrowingAnswer, deltas: ChatDeltas) -> None:
         self.choice, self.deltas = choice, deltas
-        self.read = 0  # number of tokens when it was last parsed
-        self.told = 0  # number of tokens whose ids were sent
+        self.parsed = 0  # number of tokens when it was last parsed
+        self.num_sent = 0  # number of tokens whose ids were sent
         self.answer: ChatAnswer | None = None
 
     @property
-    def is_ripe(self) -> bool:
+    def should_parse(self) -> bool:
         """Whether enough tokens have arrived to parse it again, and no stop string has ended it."""
         count = len(self.choice.token_ids)
-        return self.choice.flow.stop is None and count > self.read + self.read // READ_EVERY
+        return self.choice.flow.stop is None and count > self.parsed + self.parsed // READ_EVERY
 
     def row(self) -> TokenRow | None:
         """Return the tokens that were not sent yet; None: all were sent."""
-        start, self.told = self.told, len(self.choice.token_ids)
-        if start == self.told:
+        start, self.num_sent = self.num_sent, len(self.choice.token_ids)
+        if start == self.num_sent:
             return None
         return TokenRow.of(self.choice, start)
 
@@ -66,36 +66,36 @@ class ChatSteps:
 
     async def whole(self) -> list[ChatAnswer]:
         """Return all answers."""
-        async with self._drawing(parts=False) as drawing:
-            await drawing.answers()
+        async with self._generation(parts=False) as generation:
+            await generation.answers()
             return [
-                await self._chats.said(self.caller, self.call, self.prompt, choice)
-                for choice in drawing.choices
+                await self._chats.finish(self.caller, self.call, self.prompt, choice)
+                for choice in generation.choices
             ]
 
     async def steps(self) -> AsyncIterator[tuple[int, list[ChatDelta], TokenRow | None, Any]]:
         """Yield index, texts, tokens and, at its end, the answer of each choice that has grown."""
-        async with self._drawing(parts=True) as drawing:
+        async with self._generation(parts=True) as generation:
             reads, marks = self.call.reads_tools, self.prompt.chat.marks
             parts = [
                 _ChatChoice(choice, ChatDeltas(reads_tools=reads, marks=marks))
-                for choice in drawing.choices
+                for choice in generation.choices
             ]
-            async for _ in drawing.steps():
+            async for _ in generation.steps():
                 for index, part in enumerate(parts):
                     if part.answer is None and part.choice.answer is not None:
-                        part.answer = await self._chats.said(
+                        part.answer = await self._chats.finish(
                             self.caller, self.call, self.prompt, part.choice
                         )
                         yield index, list(part.deltas.end(part.answer)), part.row(), part.answer
-                    elif part.answer is None and part.is_ripe:
-                        part.read = len(part.choice.token_ids)
+                    elif part.answer is None and part.should_parse:
+                        part.parsed = len(part.choice.token_ids)
                         message = await self._chats.so_far(self.call, self.prompt, part.choice)
                         deltas = list(part.deltas.grow(message, part.choice.flow.held))
                         yield index, deltas, part.row(), None
 
-    def _drawing(self, *, parts: bool) -> Any:
-        return self._chats.service.drawing(
+    def _generation(self, *, parts: bool) -> Any:
+        return self._chats.service.sample(
             self.caller, [self.prompt.token_ids], self._options, parts=parts
         )
 
@@ -226,21 +226,21 @@ class StreamedText:
 
     async def whole(self) -> dict[str, Any]:
         """Return the body of the answer."""
-        async with self._drawing(parts=False) as drawing:
-            return self._writer.body(await drawing.answers())
+        async with self._generation(parts=False) as generation:
+            return self._writer.body(await generation.answers())
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the chunks of a stream."""
         writer, options = self._writer, self._writer.call.options
         sent = [0] * (options.count * len(writer.prompts))  # characters
-        told = [0] * len(sent)  # tokens; -1: its end was sent
+        num_sent = [0] * len(sent)  # tokens; -1: its end was sent
         begun = [not writer.call.echo] * len(sent)
         scores = options.logprobs is not None and options.logprobs.prompt
         flows = [writer.words.flow() for _ in sent]
-        async with self._drawing(parts=True) as drawing:
-            async for _ in drawing.steps():
-                for index, choice in enumerate(drawing.choices):
-                    if told[index] < 0:
+        async with self._generation(parts=True) as generation:
+            async for _ in generation.steps():
+                for index, choice in enumerate(generation.choices):
+                    if num_sent[index] < 0:
                         continue
                     if not begun[index]:
                         if choice.answer is None and choice.prompt_logprobs is None and scores:
@@ -249,20 +249,20 @@ class StreamedText:
                         for chunk in writer.begin(index, choice, flows[index]):
                             yield openai_event(chunk)
                     text = choice.flow.sendable() if choice.answer is None else choice.answer.text
-                    row = TokenRow.of(choice, told[index])
+                    row = TokenRow.of(choice, num_sent[index])
                     for chunk in writer.grow(index, text[sent[index] :], row, flows[index]):
                         yield openai_event(chunk)
-                    sent[index], told[index] = len(text), len(choice.token_ids)
+                    sent[index], num_sent[index] = len(text), len(choice.token_ids)
                     if choice.answer is not None:
-                        told[index] = -1
+                        num_sent[index] = -1
                         for chunk in writer.end(index, choice.answer):
                             yield openai_event(chunk)
-            for chunk in writer.close(drawing.finished):
+            for chunk in writer.close(generation.finished):
                 yield openai_event(chunk)
 
-    def _drawing(self, *, parts: bool) -> Any:
+    def _generation(self, *, parts: bool) -> Any:
         writer = self._writer
-        return self._service.drawing(self._caller, writer.prompts, writer.call.options, parts=parts)
+        return self._service.sample(self._caller, writer.prompts, writer.call.options, parts=parts)
 
 
 Streamed = StreamedChat | StreamedMessage | StreamedResponse | StreamedText

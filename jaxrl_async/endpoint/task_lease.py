@@ -18,15 +18,15 @@ EVALUATED = "eval/"
 class TaskLeases:
     """Gives tasks to agents that send the run's agent key."""
 
-    def __init__(self, lobby: TaskQueue, key: str, *, most_waiting: int) -> None:
+    def __init__(self, tasks: TaskQueue, key: str, *, most_waiting: int) -> None:
         """Make it.
 
         Args:
-            lobby: the waiting tasks.
+            tasks: the waiting tasks.
             key: key of the agents.
             most_waiting: maximum number of waiting agents; others get a reply immediately.
         """
-        self._lobby, self._key = lobby, key
+        self._tasks, self._key = tasks, key
         self._most_waiting, self._waiting = most_waiting, 0
 
     def check(self, key: str | None) -> None:
@@ -51,7 +51,7 @@ class TaskLeases:
             wait_s = 0.0  # the other slots are for agents that play
         self._waiting += 1
         try:
-            session = await self._lobby.take(wait_s)
+            session = await self._tasks.take(wait_s)
         finally:
             self._waiting -= 1
         if session is None:
@@ -59,9 +59,9 @@ class TaskLeases:
                 "no task is waiting; ask again", status=503, code="no_task", retry_after_s=1.0
             )
         prompt, bounds = session.prompt, session.bounds
-        told = {
+        task = {
             "session": session.label,
-            "held_out": session.place.label.startswith(EVALUATED),
+            "held_out": session.member.label.startswith(EVALUATED),
             "base_url": f"{address}/v1",
             "api_key": session.key,
             "reward_key": session.reward_key,
@@ -76,5 +76,5 @@ class TaskLeases:
                 "total_s": bounds.total_s,
             },
         }
-        plain: dict[str, Any] = json.loads(json.dumps(told, default=str))
+        plain: dict[str, Any] = json.loads(json.dumps(task, default=str))
         return plain

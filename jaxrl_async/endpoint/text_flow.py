@@ -31,14 +31,14 @@ class Characters:
         self._count = 0  # number of characters that no further byte changes
         self._open = b""  # the bytes after them
 
-    def place(self, new: bytes) -> int:
+    def offset(self, new: bytes) -> int:
         """Process more bytes; return the index of the character that contains the first one."""
-        place = self._count
+        offset = self._count
         if new:
-            place += len((self._open + new[:1]).decode("utf-8", "replace")) - 1
+            offset += len((self._open + new[:1]).decode("utf-8", "replace")) - 1
         whole, used = codecs.utf_8_decode(self._open + new, "replace", False)
         self._count, self._open = self._count + len(whole), (self._open + new)[used:]
-        return place
+        return offset
 
 
 class TextFlow:
@@ -72,20 +72,20 @@ class TextFlow:
                 return
             known = len(self.text)
             self._take([token])
-            self.stop = self._found(max(0, known - self._longest_stop))
+            self.stop = self._first_stop(max(0, known - self._longest_stop))
             self.count = None if self.stop is None else len(self._ids)
 
-    def places(self, token_ids: Sequence[int]) -> list[int]:
+    def offsets(self, token_ids: Sequence[int]) -> list[int]:
         """Process more tokens without updating `text`; return the text offset of each, in
         characters. A token inside a character has that character's offset. Without bytes_of, all
         tokens of a run of invalid bytes have the first one's offset."""
         if self._bytes_of is not None:
-            return [self._characters.place(self._bytes_of(int(token))) for token in token_ids]
-        found = []
+            return [self._characters.offset(self._bytes_of(int(token))) for token in token_ids]
+        offsets = []
         for token in token_ids:
-            found.append(len(self.text))
+            offsets.append(len(self.text))
             self._take([token])
-        return found
+        return offsets
 
     def _take(self, token_ids: Sequence[int]) -> None:
         """Process more tokens; their text is delayed while it ends with half a character."""
@@ -96,10 +96,10 @@ class TextFlow:
         self.text += new[len(self._decode(self._ids[self._start : self._settled])) :]
         self._start, self._settled = self._settled, len(self._ids)
 
-    def _found(self, start: int) -> str | None:
+    def _first_stop(self, start: int) -> str | None:
         """Return the first stop string in the text from `start`."""
-        places = [(self.text.find(s, start), s) for s in self._stops]
-        return min((found for found in places if found[0] >= 0), default=(0, None))[1]
+        offsets = [(self.text.find(s, start), s) for s in self._stops]
+        return min((pair for pair in offsets if pair[0] >= 0), default=(0, None))[1]
 
     def sendable(self) -> str:
         """Return the part of the text that no further token changes: without a possible start of a

@@ -95,27 +95,27 @@ def token_body(
 def _choice(
     call: TokenCall, index: int, answer: GeneratedAnswer, words: AnswerFormat
 ) -> dict[str, Any]:
-    drawn = answer.completion
+    completion = answer.completion
     choice: dict[str, Any] = {
         "index": index,
-        "token_ids": drawn.token_ids.tolist(),
+        "token_ids": completion.token_ids.tolist(),
         "finish_reason": answer.finish,
         "stop_reason": answer.stop,
-        "logprobs": {"content": _entries(call, drawn, words)} if call.logprobs else None,
-        **words.origin(drawn),
+        "logprobs": {"content": _entries(call, completion, words)} if call.logprobs else None,
+        **words.origin(completion),
     }
-    if (kept := drawn.kept) is not None:
-        choice["sampling_mask"] = [kept.of(i).tolist() for i in range(len(drawn.token_ids))]
-    if drawn.expert_ids is not None:
-        choice["routed_experts"] = routed_experts(drawn.expert_ids, call.routes_from)
+    if (kept := completion.kept) is not None:
+        choice["sampling_mask"] = [kept.of(i).tolist() for i in range(len(completion.token_ids))]
+    if completion.expert_ids is not None:
+        choice["routed_experts"] = routed_experts(completion.expert_ids, call.routes_from)
     return choice
 
 
-def _entries(call: TokenCall, drawn: Completion, words: AnswerFormat) -> list[dict[str, Any]]:
-    entries = words.entries(TokenRow.of(drawn), call.shown, ids_as_tokens=True)
+def _entries(call: TokenCall, completion: Completion, words: AnswerFormat) -> list[dict[str, Any]]:
+    entries = words.entries(TokenRow.of(completion), call.shown, ids_as_tokens=True)
     return [
         {**entry, "token_id": token}
-        for entry, token in zip(entries, drawn.token_ids.tolist(), strict=True)
+        for entry, token in zip(entries, completion.token_ids.tolist(), strict=True)
     ]
 
 

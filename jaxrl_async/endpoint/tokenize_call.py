@@ -75,7 +75,7 @@ def tokenize_body(
 
 
 def tokenizer_info(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what vLLM's /tokenizer_info tells: class, chat template and special tokens."""
+    """Return the answer of vLLM's /tokenizer_info: class, chat template and special tokens."""
     hf = tokenizer.hf
     named = {name: str(token) for name, token in hf.special_tokens_map.items()}
     return {

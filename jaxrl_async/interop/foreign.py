@@ -128,7 +128,7 @@ class ForeignSampler(Living):
     @property
     def version(self) -> int:
         """Version of the weights that it samples with."""
-        return self.loop.drawn_from.version
+        return self.loop.current.version
 
     @property
     def capacity(self) -> int:
@@ -177,7 +177,7 @@ class ForeignSampler(Living):
             self.loop.state = None
         source = self._rejoined = (self._rejoined or self.weights).rejoin()
         try:
-            weights, update = self.loop.drawn_from, source.poll(wait=True)
+            weights, update = self.loop.current, source.poll(wait=True)
             if update is not None:
                 params = self._to_params(update.params)
                 weights = ForeignWeights(params=params, version=update.version)
@@ -259,14 +259,14 @@ class ForeignSampler(Living):
         """Return an unsupported part of a request; None: the interface supports all of it."""
         if self._sampling is not None and request.sampling != self._sampling:
             return f"sampling is {request.sampling}, but the engine samples with {self._sampling}"
-        asked = {
+        unsupported = {
             f"adapter is {request.adapter!r}": bool(request.adapter),
             "forced_length is set": request.forced_length is not None,
             "extras (sampling masks, experts) are requested": request.extras,
             "shaping (a constraint, biases or penalties) is set": request.shaping is not None,
             "logprobs are requested": request.logprobs is not None,
         }
-        return next((what for what, is_so in asked.items() if is_so), None)
+        return next((part for part, is_set in unsupported.items() if is_set), None)
 
     def _queue(
         self,
@@ -309,13 +309,13 @@ class ForeignLoop:
         warning if a request sets sampling parameters other than the defaults."""
         self._device_lock = device_lock
         self._engine, self._lifetime, self._source = engine, lifetime, source
-        self._to_params, self.drawn_from = to_params, weights
+        self._to_params, self.current = to_params, weights
         self.queue: WaitingQueue[_Running] = WaitingQueue()
         self._running: dict[int, _Running] = {}  # by slot
         self.state: Any = None  # the engine's decode state, made by the thread
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
-        self._warned, self._told_of_ends = not warns, False
+        self._warned, self._warned_of_ends = not warns, False
         self._ended_at: float | None = None  # end of the last step, while idle
 
     def step(self) -> float | None:
@@ -342,7 +342,7 @@ class ForeignLoop:
                 self._fill()
                 result = self._generated() if self._running else None
             if result is not None:
-                self._take_in(result)
+                self._add_tokens(result)
             self.stats = replace(self.stats, in_flight=len(self._running), waiting=len(self.queue))
             ended = time.perf_counter()
             self.stats = self.stats.plus(busy_s=ended - began, idle_s=idle_s)
@@ -369,7 +369,7 @@ class ForeignLoop:
         if update is None:
             return
         params = self._to_params(update.params)
-        self.drawn_from = ForeignWeights(params=params, version=update.version)
+        self.current = ForeignWeights(params=params, version=update.version)
         self.stats = replace(self.stats, swaps=self.stats.swaps + 1)
         self._source.live(update.version)
 
@@ -378,10 +378,10 @@ class ForeignLoop:
         slots = [s for s, r in self._running.items() if r.waiter.gave_up]
         lost = sum(len(self._running.pop(slot).tokens) for slot in slots)
         with self._lifetime.lock:
-            gone = [r for r in self.queue if r.waiter.gave_up]
-            for running in gone:
+            waiting = [r for r in self.queue if r.waiter.gave_up]
+            for running in waiting:
                 self.queue.remove(running)
-        cancelled = len(gone) + len(slots)
+        cancelled = len(waiting) + len(slots)
         self.stats = self.stats.plus(cancelled=cancelled, cancelled_tokens=lost)
 
     def _fill(self) -> None:
@@ -398,12 +398,12 @@ class ForeignLoop:
             self._warn_of(running.request)
             try:
                 prefix = self._engine.prefill(
-                    params=self.drawn_from.params,
+                    params=self.current.params,
                     padded_tokens=jax.numpy.asarray(self._padded(running.request.token_ids)),
                     true_length=len(running.request.token_ids),
                 )
             except Exception as error:
-                self._fail_alone(running, error)
+                self._fail_one(running, error)
                 continue
             self._running[slot] = running
             self.state = self._engine.insert(prefix, self.state, slot=slot)
@@ -419,7 +419,7 @@ class ForeignLoop:
         padded[: len(token_ids)] = token_ids
         return padded
 
-    def _fail_alone(self, running: _Running, error: Exception) -> None:
+    def _fail_one(self, running: _Running, error: Exception) -> None:
         """Fail one request that the engine did not prefill or did not continue."""
         log.error("request %s failed, alone: %s", running.request.request_id, error)
         self.stats = replace(self.stats, failed=self.stats.failed + 1)
@@ -427,10 +427,10 @@ class ForeignLoop:
 
     def _generated(self) -> Any:
         """Sample the next tokens of every slot; return JetStream's ResultTokens on the host."""
-        self.state, result = self._engine.generate(self.drawn_from.params, self.state)
+        self.state, result = self._engine.generate(self.current.params, self.state)
         return result.convert_to_numpy()
 
-    def _take_in(self, result: object) -> None:
+    def _add_tokens(self, result: object) -> None:
         """Add the tokens of every slot, and answer the requests that have ended."""
         each = [(r.request, self._add(r, result, slot)) for slot, r in self._running.items()]
         now = time.perf_counter()
@@ -452,7 +452,7 @@ class ForeignLoop:
         )
         resolve([(running.waiter, _completion(running, now)) for running in done])
         for running in empty:
-            self._fail_alone(running, _drew_nothing(running.request))
+            self._fail_one(running, _no_token_error(running.request))
 
     def _add(self, running: _Running, result: Any, slot: int) -> int:
         """Add a slot's new tokens, as many as the request wants, up to the first invalid one, which
@@ -465,15 +465,15 @@ class ForeignLoop:
             running.ended = not valid
             if valid:
                 running.tokens.append(int(token))
-                running.versions.append(self.drawn_from.version)
+                running.versions.append(self.current.version)
         return len(running.tokens) - before
 
     def _warn_of_early_ends(self, done: Sequence[_Running]) -> None:
         """Warn once about an answer that the engine ended for an unknown reason."""
         early = next((r for r in done if r.ended and not r.stopped), None)
-        if self._told_of_ends or early is None:
+        if self._warned_of_ends or early is None:
             return
-        self._told_of_ends = True
+        self._warned_of_ends = True
         log.warning(
             "request %s: the engine ended the answer after %d of %d tokens, without one of the "
             "stop tokens %s. Such answers count as truncated (rollout/truncated_share). If the "
@@ -495,7 +495,7 @@ class ForeignLoop:
             )
 
 
-def _drew_nothing(request: Request) -> RolloutError:
+def _no_token_error(request: Request) -> RolloutError:
     return RolloutError(
         f"request {request.request_id!r}: the engine sampled no token after a prompt of "
         f"{len(request.token_ids)}: the first entry of ResultTokens.valid is 0, which ends an "

@@ -85,7 +85,7 @@ class SlotStates(NamedTuple):
     core: DecodeState
     active: jax.Array  # [S] bool
     lengths: jax.Array  # [S] int32, tokens in the slot's pages
-    drawn: jax.Array  # [S] int32
+    sampled: jax.Array  # [S] int32
 
 
 class PrefilledPrompt(NamedTuple):
@@ -114,7 +114,7 @@ class JaxrlEngine:
         return self.take_params(self._policy.params)
 
     def take_params(self, params: Params) -> EngineWeights:
-        """Convert parameters of a Policy for prefill and generate; see made_engine of
+        """Convert parameters of a Policy for prefill and generate; see build_engine of
         interop/jetstream_samplers.py."""
         return self._core.prepare(params)
 
@@ -150,18 +150,18 @@ class JaxrlEngine:
         """Start decoding a prefilled prompt in a slot."""
         length, core, spec = prefix.length, self._core, self._core.spec
         assert prefix.core.kv is not None
-        where = np.arange(prefix.core.kv.k[0].shape[0])
-        numbers = np.minimum(where // PAGE_TOKENS, self._tables.shape[2] - 1)
+        positions = np.arange(prefix.core.kv.k[0].shape[0])
+        numbers = np.minimum(positions // PAGE_TOKENS, self._tables.shape[2] - 1)
         firsts = [g.first_page(length, PAGE_TOKENS) for g in spec.kv_layout.groups]
-        kept = (where < length) & (numbers >= np.reshape(firsts, (-1, 1)))
+        is_kept = (positions < length) & (numbers >= np.reshape(firsts, (-1, 1)))
         request = replace(self._template, request_id=str(self._inserted), key=(self._inserted, 0))
         live = LiveRequest(
             request=request, max_new=min(request.max_new_tokens, spec.max_length - length)
         )
         no_pages = np.zeros(0, np.int32)
         args = InsertArgs(
-            pages=np.where(kept, self._tables[slot][:, numbers], spec.pages).astype(np.int32),
-            offsets=(where % PAGE_TOKENS).astype(np.int32),
+            pages=np.where(is_kept, self._tables[slot][:, numbers], spec.pages).astype(np.int32),
+            offsets=(positions % PAGE_TOKENS).astype(np.int32),
             sources=no_pages,
             targets=no_pages,
             rows=np.zeros(1, np.int32),
@@ -174,7 +174,7 @@ class JaxrlEngine:
             core.insert(prefix.core, decode_state.core, args),
             decode_state.active.at[slot].set(True),
             decode_state.lengths.at[slot].set(length),
-            decode_state.drawn.at[slot].set(0),
+            decode_state.sampled.at[slot].set(0),
         )
 
     def generate(self, params: EngineWeights, decode_state: SlotStates) -> tuple[SlotStates, Any]:
@@ -187,7 +187,7 @@ class JaxrlEngine:
             reserve=np.zeros(0, np.int32),
             num_reserve=np.int32(0),
             lengths=decode_state.lengths,
-            drawn=decode_state.drawn,
+            drawn=decode_state.sampled,
             tables=self._tables,
             steps=np.int32(k),
         )
@@ -199,11 +199,11 @@ class JaxrlEngine:
             mix=mix_of([self._template]),
         )
         self._longest = np.minimum(self._longest + k, spec.max_length)
-        valid, drawn = _counted(block.owners, decode_state.drawn, spec.slots)
+        valid, sampled = _counted(block.owners, decode_state.sampled, spec.slots)
         ended = jnp.any(block.ends & valid, axis=1)
-        lengths = decode_state.lengths + drawn - decode_state.drawn
-        new = SlotStates(core, decode_state.active & ~ended, lengths, drawn)
-        return new, _result_tokens(_as_data(block.tokens, valid, drawn), k)
+        lengths = decode_state.lengths + sampled - decode_state.sampled
+        new = SlotStates(core, decode_state.active & ~ended, lengths, sampled)
+        return new, _result_tokens(_as_data(block.tokens, valid, sampled), k)
 
     def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
         """Return the sharding of a prefix: the default device."""
@@ -378,15 +378,15 @@ def jetstream_tokenizer(tokenizer: object) -> Any:
 
 
 @partial(jax.jit, static_argnums=2)
-def _counted(owners: AnyArray, drawn: AnyArray, slots: int) -> tuple[AnyArray, AnyArray]:
+def _counted(owners: AnyArray, sampled: AnyArray, slots: int) -> tuple[AnyArray, AnyArray]:
     """Return [S, k] whether a token was sampled, and each slot's number of sampled tokens."""
     valid = owners < slots
-    return valid, drawn + jnp.sum(valid, axis=1, dtype=jnp.int32)
+    return valid, sampled + jnp.sum(valid, axis=1, dtype=jnp.int32)
 
 
 @jax.jit
-def _as_data(tokens: AnyArray, valid: AnyArray, drawn: AnyArray) -> AnyArray:
+def _as_data(tokens: AnyArray, valid: AnyArray, sampled: AnyArray) -> AnyArray:
     """Return [S, 2 k + 1] int32: the tokens, whether each is valid, and their total number."""
     return jnp.concatenate(
-        [jnp.where(valid, tokens, 0), valid.astype(jnp.int32), drawn[:, None]], axis=1
+        [jnp.where(valid, tokens, 0), valid.astype(jnp.int32), sampled[:, None]], axis=1
     )

@@ -67,7 +67,7 @@ OF_A_REQUEST = ("prompt", "request_id", "sampling_params", "metadata")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CheckedRequest:
     """A request, and what its response must contain."""
 
     name: str  # given by the caller
@@ -79,8 +79,8 @@ class Asked:
 
 def value_of(record: object, key: str, default: object = None) -> Any:
     """Return a field of a record or a mapping; default: if it is missing or None."""
-    found = record.get(key) if isinstance(record, Mapping) else getattr(record, key, None)
-    return default if found is None else found
+    value = record.get(key) if isinstance(record, Mapping) else getattr(record, key, None)
+    return default if value is None else value
 
 
 def name_of(given: object, number: int) -> str:
@@ -89,15 +89,15 @@ def name_of(given: object, number: int) -> str:
     return own or f"request-{number}"
 
 
-def asked_of(
+def checked_request_of(
     given: object,
     usual: Mapping[str, object],
     number: int,
     tokenizer: Any,
     *,
     usual_length: int,
-    tells_experts: bool,
-) -> Asked:
+    keeps_experts: bool,
+) -> CheckedRequest:
     """Convert a request.
 
     Args:
@@ -107,15 +107,16 @@ def asked_of(
         number: makes its id unique here.
         tokenizer: the tokenizer of data.tokenizer.
         usual_length: maximum tokens of an answer without max_tokens.
-        tells_experts: whether completions contain their tokens' experts, if the model has any.
+        keeps_experts: whether completions contain their tokens' experts, if the model has any.
 
     Raises RolloutError that names the parameter and the fix.
     """
     name, is_prompt = name_of(given, number), _is_prompt(given)
     if not is_prompt:
         _check_request(given)
-    asked = {**_said(usual), **_said(None if is_prompt else value_of(given, "sampling_params"))}
-    _check_served(asked)
+    own = None if is_prompt else value_of(given, "sampling_params")
+    params = {**_params_of(usual), **_params_of(own)}
+    _check_served(params)
     prompt = given if is_prompt else value_of(given, "prompt")
     tokens = np.asarray(tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
@@ -123,14 +124,14 @@ def asked_of(
     ids = checked_ids(tokens, None)
     if isinstance(ids, str):
         raise RolloutError(f"prompt: token ids {ids}.")
-    wants_experts = bool(asked.get("return_routed_experts", False))
-    if wants_experts and not tells_experts:
+    wants_experts = bool(params.get("return_routed_experts", False))
+    if wants_experts and not keeps_experts:
         raise RolloutError(
             "return_routed_experts: this sampler does not keep them. Make it with "
             "RLSampler(..., settings=SamplerSettings(keep_routing=True))."
         )
-    top_k, logprobs = asked.get("top_k", 0), asked.get("logprobs", False)
-    experts_from = asked.get("routed_experts_prompt_start", 0)
+    top_k, logprobs = params.get("top_k", 0), params.get("logprobs", False)
+    experts_from = params.get("routed_experts_prompt_start", 0)
     if not (_is_whole(experts_from) and 0 <= experts_from <= len(tokens)):
         raise RolloutError(
             f"routed_experts_prompt_start must be a whole number from 0 to {len(tokens)}, the "
@@ -144,20 +145,20 @@ def asked_of(
     request = Request(
         request_id=f"{name}#{number}",  # unique here, whatever name the caller gave
         token_ids=ids,
-        max_new_tokens=asked.get("max_tokens", usual_length),
+        max_new_tokens=params.get("max_tokens", usual_length),
         sampling=SamplingParams(
-            temperature=asked.get("temperature", 1.0),
+            temperature=params.get("temperature", 1.0),
             top_k=0 if _is_whole(top_k) and top_k == -1 else top_k,  # vLLM's -1 means all
-            top_p=asked.get("top_p", 1.0),
-            min_p=asked.get("min_p", 0.0),
+            top_p=params.get("top_p", 1.0),
+            min_p=params.get("min_p", 0.0),
         ),
-        stop_token_ids=_stops(asked, tokenizer.eos_ids),
-        key=_key(asked.get("seed", -1)),
+        stop_token_ids=_stops(params, tokenizer.eos_ids),
+        key=_key(params.get("seed", -1)),
     )
-    return Asked(
+    return CheckedRequest(
         name=name,
         request=request,
-        wants_logprobs=bool(asked.get("return_logprobs", False)) or logprobs is not False,
+        wants_logprobs=bool(params.get("return_logprobs", False)) or logprobs is not False,
         wants_experts=wants_experts,
         experts_from=int(experts_from),
     )
@@ -171,16 +172,16 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _said(params: object) -> dict[str, Any]:
+def _params_of(params: object) -> dict[str, Any]:
     """Return the sampling parameters of a record or a mapping that are not None. Raises
     RolloutError if it is neither."""
-    found = _fields(params, KNOWN)
+    fields = _fields(params, KNOWN)
     if not isinstance(params, Mapping | None) and not any(hasattr(params, key) for key in KNOWN):
         raise RolloutError(
             f"sampling_params is {params!r:.80}, neither a record of sampling parameters nor a "
             "mapping."
         )
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _fields(record: object, named: Collection[str]) -> dict[str, Any]:
@@ -188,19 +189,19 @@ def _fields(record: object, named: Collection[str]) -> dict[str, Any]:
     `named` ones. For a dataclass, other fields are included if they differ from their defaults."""
     if isinstance(record, Mapping | SimpleNamespace):
         return dict(record if isinstance(record, Mapping) else vars(record))
-    found = {key: getattr(record, key) for key in named if hasattr(record, key)}
+    fields = {key: getattr(record, key) for key in named if hasattr(record, key)}
     if dataclasses.is_dataclass(record):
         for one in dataclasses.fields(record):
             value = getattr(record, one.name)
             if one.name not in named and not _same(value, _default(one)):
-                found[one.name] = value
-    return found
+                fields[one.name] = value
+    return fields
 
 
 def _check_request(given: object) -> None:
     """Raise RolloutError for unknown or misplaced fields of a request."""
-    said = _fields(given, OF_A_REQUEST)
-    others = {key: said[key] for key in sorted(said.keys() - set(OF_A_REQUEST))}
+    fields = _fields(given, OF_A_REQUEST)
+    others = {key: fields[key] for key in sorted(fields.keys() - set(OF_A_REQUEST))}
     if misplaced := [key for key in others if key in KNOWN]:
         raise RolloutError(f"{', '.join(misplaced)}: put sampling parameters into sampling_params.")
     for key, value in others.items():
@@ -217,9 +218,9 @@ def _default(field: Any) -> Any:
     return None if field.default is dataclasses.MISSING else field.default
 
 
-def _check_served(asked: Mapping[str, object]) -> None:
+def _check_served(params: Mapping[str, object]) -> None:
     """Raise RolloutError for a parameter that this sampler does not support."""
-    for key, value in asked.items():
+    for key, value in params.items():
         neutral, instead = NOT_SERVED.get(key, ((), ""))
         if instead and not any(_same(value, none) for none in neutral):
             raise RolloutError(f"{key} is {value!r:.80}, which is not served: {instead}.")
@@ -236,12 +237,12 @@ def _same(value: Any, neutral: Any) -> bool:
     return bool(np.array_equal(value, neutral))
 
 
-def _stops(asked: Mapping[str, object], eos_ids: Iterable[int]) -> tuple[int, ...]:
+def _stops(params: Mapping[str, object], eos_ids: Iterable[int]) -> tuple[int, ...]:
     """Return the tokens that end an answer, from the tokenizer and the request."""
-    own = asked.get("stop_token_ids", ())
+    own = params.get("stop_token_ids", ())
     if isinstance(own, str) or not isinstance(own, Iterable):
         raise RolloutError(f"stop_token_ids must be a list of token ids, not {own!r:.80}.")
-    usual = () if asked.get("ignore_eos", False) else eos_ids
+    usual = () if params.get("ignore_eos", False) else eos_ids
     return tuple(dict.fromkeys([*usual, *own]))
 
 

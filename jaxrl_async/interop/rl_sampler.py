@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config.sampler_section import SamplerSection
 from jaxrl_async.errors import JaxrlError, WeightsError
-from jaxrl_async.interop.rl_requests import Asked, asked_of, name_of, value_of
+from jaxrl_async.interop.rl_requests import CheckedRequest, checked_request_of, name_of, value_of
 from jaxrl_async.mesh import SAMPLER_RULES, shardings
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params, weight_table
@@ -122,11 +122,11 @@ class RLSampler:
         }
         self._mesh = mesh
         self._usual_length = 64 if section is None else section.max_new_tokens
-        self._tells_experts = settings.keep_routing or not policy.spec.experts
+        self._keeps_experts = settings.keep_routing or not policy.spec.experts
         self._sampler: Sampler | None = None
         self._staged: VersionedParams | None = None
-        self._takes, self._statuses, self._count = asyncio.Event(), dict[str, str](), 0
-        self._takes.set()
+        self._accepting, self._statuses, self._count = asyncio.Event(), dict[str, str](), 0
+        self._accepting.set()
 
     # ---- lifecycle
 
@@ -150,11 +150,11 @@ class RLSampler:
 
     async def pause(self, **_: object) -> None:
         """Accept no more requests; running ones continue. Idempotent."""
-        self._takes.clear()
+        self._accepting.clear()
 
     async def resume(self, **_: object) -> None:
         """Accept requests again. Idempotent."""
-        self._takes.set()
+        self._accepting.set()
 
     async def get_mesh(self, **_: object) -> Mesh | None:
         """Return the sampler's mesh; None: the default device."""
@@ -184,53 +184,53 @@ class RLSampler:
             usual: defaults for sampling parameters that requests do not set.
 
         Returns one response for each, in order: request_id, text, prompt_token_ids, token_ids
-        [drawn] and versions [drawn] int32, logprobs [drawn] float32 of the sampling distribution
-        (None if not requested), cumulative_logprob, routed_experts [prompt + drawn - 1 - start,
+        [tokens] and versions [tokens] int32, logprobs [tokens] float32 of the sampling distribution
+        (None if not requested), cumulative_logprob, routed_experts [prompt + tokens - 1 - start,
         layers, experts per token] or None, finish_reason (stop, length, cancelled or error), error.
         """
-        await self._takes.wait()
+        await self._accepting.wait()
         await self.start()
         assert self._sampler is not None
-        asked = [self._asked(one, usual) for one in _each(sampling_requests)]
-        responses = [self._response(one) for one in asked]
+        requests = [self._checked(one, usual) for one in _as_list(sampling_requests)]
+        responses = [self._response(one) for one in requests]
         return list(await asyncio.gather(*responses))
 
-    def _asked(self, given: object, usual: Mapping[str, object]) -> Asked | _Refused:
+    def _checked(self, given: object, usual: Mapping[str, object]) -> CheckedRequest | _Refused:
         """Convert a request; return _Refused if that fails."""
         self._count += 1
         try:
-            return asked_of(
+            return checked_request_of(
                 given,
                 usual,
                 self._count,
                 self._policy.tokenizer,
                 usual_length=self._usual_length,
-                tells_experts=self._tells_experts,
+                keeps_experts=self._keeps_experts,
             )
         except (TypeError, ValueError, JaxrlError) as error:
             return _Refused(name_of(given, self._count), error)
 
-    async def _response(self, asked: Asked | _Refused) -> SimpleNamespace:
-        if isinstance(asked, _Refused):
-            return _failed(asked.name, asked.error)
+    async def _response(self, request: CheckedRequest | _Refused) -> SimpleNamespace:
+        if isinstance(request, _Refused):
+            return _failed(request.name, request.error)
         try:
             assert self._sampler is not None
-            done = await self._sampler.submit(asked.request)
+            done = await self._sampler.submit(request.request)
         except (TypeError, ValueError, JaxrlError) as error:
-            return _failed(asked.name, error)
-        return self._answer(asked, done)
+            return _failed(request.name, error)
+        return self._answer(request, done)
 
-    def _answer(self, asked: Asked, done: Completion) -> SimpleNamespace:
-        experts = done.expert_ids if asked.wants_experts else None
+    def _answer(self, request: CheckedRequest, done: Completion) -> SimpleNamespace:
+        experts = done.expert_ids if request.wants_experts else None
         return SimpleNamespace(
-            request_id=asked.name,
+            request_id=request.name,
             text=self._policy.tokenizer.decode(done.token_ids),
-            prompt_token_ids=asked.request.token_ids,
+            prompt_token_ids=request.request.token_ids,
             token_ids=done.token_ids,
             versions=done.versions,
-            logprobs=done.logprobs if asked.wants_logprobs else None,
+            logprobs=done.logprobs if request.wants_logprobs else None,
             cumulative_logprob=float(done.logprobs.sum()),
-            routed_experts=None if experts is None else experts[asked.experts_from :],
+            routed_experts=None if experts is None else experts[request.experts_from :],
             finish_reason=FINISHED[done.stop],
             error=None,
         )
@@ -239,11 +239,10 @@ class RLSampler:
 
     def get_target_state(self) -> Params:
         """Return the tree that `weights` must match, as ShapeDtypeStructs with shardings."""
-        where = self._where()
         return jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             self._policy.params,
-            where,
+            self._shardings(),
         )
 
     async def get_weight_sync_metadata(self, **_: object) -> dict[str, Any]:
@@ -253,7 +252,7 @@ class RLSampler:
             "sharding": {} if self._mesh is None else dict(self._mesh.shape),
             "dtype": str(jax.tree.leaves(self._policy.params)[0].dtype),
             "policy_version": self._version,
-            "cache_valid": self._takes.is_set(),
+            "cache_valid": self._accepting.is_set(),
         }
 
     async def bind_weight_sync(self, sync_request: object = None, **_: object) -> dict[str, Any]:
@@ -283,11 +282,11 @@ class RLSampler:
                 f"weights of version {version} do not follow version {self._version}. Pass a "
                 "larger policy_version."
             )
-        given = value_of(sync_request, "weights")
-        wanted = self.get_target_state()
-        if problem := _differs(given, wanted):
+        weights = value_of(sync_request, "weights")
+        target = self.get_target_state()
+        if problem := _differs(weights, target):
             raise WeightsError(f"weights of version {version}: {problem}")
-        placed = await asyncio.to_thread(jax.device_put, given, self._where())
+        placed = await asyncio.to_thread(jax.device_put, weights, self._shardings())
         self._staged = VersionedParams(version=version, params=placed)
         return version
 
@@ -321,7 +320,7 @@ class RLSampler:
         """Return False: KV cannot be moved between samplers; a router keeps a group at one."""
         return False
 
-    def _where(self) -> Any:
+    def _shardings(self) -> Any:
         if self._mesh is None:
             one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             return jax.tree.map(lambda _: one, self._policy.params)
@@ -336,7 +335,7 @@ class RLSampler:
                 del self._statuses[next(iter(self._statuses))]
 
 
-def _each(given: object) -> Sequence[Any]:
+def _as_list(given: object) -> Sequence[Any]:
     """Return a list of requests, given one or several requests or prompts."""
     if isinstance(given, list | tuple) and not all(isinstance(x, int | np.integer) for x in given):
         return given
@@ -359,12 +358,12 @@ def _failed(name: str, error: Exception) -> SimpleNamespace:
     )
 
 
-def _differs(given: object, wanted: object) -> str | None:
+def _differs(tree: object, target: object) -> str | None:
     """Return how a tree of arrays differs from the expected one; None: it matches."""
-    if jax.tree.structure(given) != jax.tree.structure(wanted):  # type: ignore[operator]
+    if jax.tree.structure(tree) != jax.tree.structure(target):  # type: ignore[operator]
         return "they are not a tree like get_target_state()"
     for (path, w), x in zip(
-        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(given), strict=True
+        jax.tree_util.tree_leaves_with_path(target), jax.tree.leaves(tree), strict=True
     ):
         shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
         if shape != w.shape or dtype != w.dtype:

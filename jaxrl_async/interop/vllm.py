@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxrl_async.errors import Closed, RolloutError
 from jaxrl_async.interop.vllm_client import RefusedRequest, VllmServer
-from jaxrl_async.interop.vllm_messages import Drawn, drawn_in_reply, label_of, request_body
+from jaxrl_async.interop.vllm_messages import CheckedReply, checked_reply, label_of, request_body
 from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.sampler.batch.admission import WaitingQueue
@@ -56,7 +56,7 @@ class EngineSettings:
     """Settings of a server; the same for all servers of a run."""
 
     run: str  # prefix of the labels of its weights; unique to this run
-    places: int  # maximum number of concurrent requests
+    slots: int  # maximum number of concurrent requests
     timeout_s: float  # timeout of an answer
     on_new_weights: str  # continue, recompute, drain or restart
     room: Room  # limits that requests are checked against
@@ -65,7 +65,7 @@ class EngineSettings:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Asked:
+class _Pending:
     """A request in the queue or at the server."""
 
     request: Request
@@ -107,7 +107,7 @@ class VllmSampler(Living):
         self.url, self.settings, self.folder, self.weights = url, settings, folder, weights
         self.lifetime = Lifetime(self, lambda s: s.loop.step(), name="vllm")
         server = VllmServer(
-            url, places=settings.places, timeout_s=settings.timeout_s, count=settings.count
+            url, slots=settings.slots, timeout_s=settings.timeout_s, count=settings.count
         )
         self.loop = VllmLoop(server, settings, self.lifetime, weights, folder, update)
         self._rejoined: WeightSource | None = None  # of a successor that could not be made yet
@@ -121,7 +121,7 @@ class VllmSampler(Living):
     @property
     def capacity(self) -> int:
         """Maximum number of concurrent requests to the server."""
-        return self.settings.places
+        return self.settings.slots
 
     @property
     def rows(self) -> int:
@@ -181,16 +181,16 @@ class VllmSampler(Living):
         """Queue all requests together, in this order. See ports.Replica."""
         self.lifetime.check_process()
         now = time.perf_counter()
-        asked = [
-            _Asked(request=r, waiter=Waiter(queued_at=now, future=Future()))
+        pending = [
+            _Pending(request=r, waiter=Waiter(queued_at=now, future=Future()))
             for r in self._checked(requests)
         ]
         self.lifetime.start()
         with self.lifetime.lock:
             self.lifetime.check_open(CLOSED)
-            self.loop.queue.add(asked)
+            self.loop.queue.add(pending)
         self.lifetime.wake.set()
-        return [a.waiter.future for a in asked]
+        return [a.waiter.future for a in pending]
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """Return the requests as this sampler will serve them. Raises RolloutError that names the
@@ -263,11 +263,11 @@ class VllmLoop:
         self._paused = asyncio.Event()
         self._next: VersionedParams | None = update
         self._loading: asyncio.Task[float] | None = None
-        self._asked: dict[asyncio.Task[Drawn], _Asked] = {}
-        self._dropped: set[asyncio.Task[Drawn]] = set()  # cancelled, not ended yet
+        self._sent: dict[asyncio.Task[CheckedReply], _Pending] = {}
+        self._dropped: set[asyncio.Task[CheckedReply]] = set()  # cancelled, not ended yet
         self.version = self.held = update.version  # in use; in the folder
         self._is_loaded = False  # whether the server has loaded any weights of this run
-        self.queue: WaitingQueue[_Asked] = WaitingQueue()
+        self.queue: WaitingQueue[_Pending] = WaitingQueue()
         self.stats = SamplerStats()
         self.blamed: frozenset[str] = frozenset()
 
@@ -286,17 +286,17 @@ class VllmLoop:
                 self._end(self._lifetime.error or Closed(CLOSED_TOO_EARLY))
                 return None
             self._events = self._events or asyncio.new_event_loop()
-            self._events.run_until_complete(self._turn())
+            self._events.run_until_complete(self._iterate())
         except BaseException as error:
             self._lifetime.fail(error)
             log.error("the vLLM server at %s is abandoned for now: %s", self._server.url, error)
             self._end(error)
             return None
-        works = bool(self._asked or self.queue or self._loading)
+        works = bool(self._sent or self.queue or self._loading)
         self.stats = replace(
             self.stats,
             busy_s=self.stats.busy_s + (time.perf_counter() - began if works else 0.0),
-            in_flight=len(self._asked),
+            in_flight=len(self._sent),
             waiting=len(self.queue),
         )
         return 0.0 if works or self._lifetime.closed else math.inf
@@ -304,21 +304,21 @@ class VllmLoop:
     def fail_all(self, error: BaseException) -> None:
         """Fail all requests with this error."""
         with self._lifetime.lock:
-            waiting = [*self.queue, *self._asked.values()]
+            waiting = [*self.queue, *self._sent.values()]
             self.queue.clear()
-            self._asked.clear()
-        resolve([(asked.waiter, error) for asked in waiting])
+            self._sent.clear()
+        resolve([(pending.waiter, error) for pending in waiting])
 
-    async def _turn(self) -> None:
+    async def _iterate(self) -> None:
         """Do all pending work, and wait briefly for the server."""
         self._drop_cancelled()
         if self._loading is None:
-            update = self._next or self._source.poll(wait=not self._asked)
+            update = self._next or self._source.poll(wait=not self._sent)
             if update is not None:
                 self._next = None
                 self._loading = asyncio.create_task(self._load(update))
         self._fill()
-        waits: set[asyncio.Task[Any]] = {*self._asked}
+        waits: set[asyncio.Task[Any]] = {*self._sent}
         if self._loading is not None:
             waits.add(self._loading)
         if waits:
@@ -336,99 +336,99 @@ class VllmLoop:
     def _drop_cancelled(self) -> None:
         """Drop requests whose callers no longer wait; the server ends them when their connection
         closes."""
-        given_up = [task for task, asked in self._asked.items() if asked.waiter.gave_up]
+        given_up = [task for task, pending in self._sent.items() if pending.waiter.gave_up]
         for task in given_up:
             task.cancel()
-            del self._asked[task]
+            del self._sent[task]
             self._dropped.add(task)
             task.add_done_callback(self._dropped.discard)
         with self._lifetime.lock:
-            gone = [asked for asked in self.queue if asked.waiter.gave_up]
-            for asked in gone:
-                self.queue.remove(asked)
-        cancelled = len(gone) + len(given_up)
+            waiting = [pending for pending in self.queue if pending.waiter.gave_up]
+            for pending in waiting:
+                self.queue.remove(pending)
+        cancelled = len(waiting) + len(given_up)
         if cancelled:
             self.stats = self.stats.plus(cancelled=cancelled)
 
     def _fill(self) -> None:
         """Send requests by priority, while the server has free slots and our weights."""
         while self._is_loaded and not self._paused.is_set():
-            if len(self._asked) >= self._settings.places:
+            if len(self._sent) >= self._settings.slots:
                 return
             with self._lifetime.lock:
-                asked = self.queue.head()
-                if asked is None:
+                pending = self.queue.head()
+                if pending is None:
                     return
-                self.queue.admit(asked)
+                self.queue.admit(pending)
             now = time.perf_counter()
-            asked.waiter.started_at = asked.waiter.started_at or now
-            asked.sent += 1
-            self._asked[asyncio.create_task(self._draw(asked))] = asked
+            pending.waiter.started_at = pending.waiter.started_at or now
+            pending.sent += 1
+            self._sent[asyncio.create_task(self._generate(pending))] = pending
 
-    async def _draw(self, asked: _Asked) -> Drawn:
+    async def _generate(self, pending: _Pending) -> CheckedReply:
         """Let the server complete one request. Raises RefusedRequest, ServerGone, BadReply."""
         floor, run = self.version, self._settings.run
-        body = request_body(asked.request, asked.sent, label_of(run, floor))
-        return drawn_in_reply(await self._server.generate(body), asked.request, run, floor)
+        body = request_body(pending.request, pending.sent, label_of(run, floor))
+        return checked_reply(await self._server.generate(body), pending.request, run, floor)
 
     def _collect(self) -> None:
         """Resolve finished requests. Raises the first error that means that the server failed."""
-        done = [task for task in self._asked if task.done()]
+        done = [task for task in self._sent if task.done()]
         answers: list[tuple[Waiter, Completion | BaseException]] = []
         failures: dict[str, BaseException] = {}
         for task in done:
-            asked, error = self._asked[task], task.exception()
+            pending, error = self._sent[task], task.exception()
             if isinstance(error, RefusedRequest):
                 log.error("%s", error)
                 self.stats = self.stats.plus(failed=1)
-                answers.append((asked.waiter, error))
+                answers.append((pending.waiter, error))
             elif error is not None:
-                failures[asked.request.request_id] = error
+                failures[pending.request.request_id] = error
                 continue  # fails with the others
             elif task.result().aborted:
-                if asked.aborts == MAX_ABORTS:
-                    failures[asked.request.request_id] = self._aborted_too_often(asked)
+                if pending.aborts == MAX_ABORTS:
+                    failures[pending.request.request_id] = self._aborted_too_often(pending)
                     continue
-                self._begin_again(asked, task.result())
+                self._begin_again(pending, task.result())
             else:
-                answers.append((asked.waiter, self._completion(asked, task.result())))
-            del self._asked[task]
+                answers.append((pending.waiter, self._completion(pending, task.result())))
+            del self._sent[task]
         resolve(answers)
         if failures:
             self.blamed = frozenset(failures)
             raise next(iter(failures.values()))
 
-    def _begin_again(self, asked: _Asked, drawn: Drawn) -> None:
+    def _begin_again(self, pending: _Pending, reply: CheckedReply) -> None:
         """Put a request that the server aborted at the front of the queue."""
-        asked.aborts += 1
-        self.stats = self.stats.plus(restarted=1, discarded_tokens=len(drawn.token_ids))
+        pending.aborts += 1
+        self.stats = self.stats.plus(restarted=1, discarded_tokens=len(reply.token_ids))
         with self._lifetime.lock:
-            self.queue.put_back([asked])
+            self.queue.put_back([pending])
 
-    def _aborted_too_often(self, asked: _Asked) -> RolloutError:
+    def _aborted_too_often(self, pending: _Pending) -> RolloutError:
         return RolloutError(
-            f"{self._server.url} has aborted request {asked.request.request_id!r} more than "
+            f"{self._server.url} has aborted request {pending.request.request_id!r} more than "
             f"{MAX_ABORTS} times. Check what else uses the server (/pause, /abort_requests), or "
             "set sampler.on_new_weights=continue."
         )
 
-    def _completion(self, asked: _Asked, drawn: Drawn) -> Completion:
+    def _completion(self, pending: _Pending, reply: CheckedReply) -> Completion:
         """Return the completion of a request, and update the statistics."""
-        waiter, now = asked.waiter, time.perf_counter()
+        waiter, now = pending.waiter, time.perf_counter()
         self.stats = self.stats.plus(
             blocks=1,
-            generated_tokens=len(drawn.token_ids),
-            aside_tokens=0 if asked.request.for_training else len(drawn.token_ids),
-            prefill_tokens=len(asked.request.token_ids),
+            generated_tokens=len(reply.token_ids),
+            aside_tokens=0 if pending.request.for_training else len(reply.token_ids),
+            prefill_tokens=len(pending.request.token_ids),
             requests_done=1,
-            truncated=not drawn.stopped,
+            truncated=not reply.stopped,
         )
         return Completion(
-            request_id=asked.request.request_id,
-            token_ids=drawn.token_ids,
-            logprobs=drawn.logprobs,
-            versions=drawn.versions,
-            stop=StopReason.EOS if drawn.stopped else StopReason.LENGTH,
+            request_id=pending.request.request_id,
+            token_ids=reply.token_ids,
+            logprobs=reply.logprobs,
+            versions=reply.versions,
+            stop=StopReason.EOS if reply.stopped else StopReason.LENGTH,
             queued_s=(waiter.started_at or now) - waiter.queued_at,
             first_token_s=now - waiter.queued_at,
             latency_s=now - waiter.queued_at,
@@ -470,7 +470,7 @@ class VllmLoop:
 
     def _end(self, error: BaseException) -> None:
         """Fail all requests, and close the connections."""
-        tasks: list[asyncio.Task[Any]] = [*self._asked, *self._dropped]
+        tasks: list[asyncio.Task[Any]] = [*self._sent, *self._dropped]
         if self._loading is not None:
             tasks.append(self._loading)
         self.fail_all(error)

@@ -24,12 +24,12 @@ NO_TOKEN = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class CheckedReply:
     """A checked answer to a request."""
 
-    token_ids: IntArray  # [drawn] int32, including the stop token
-    logprobs: FloatArray  # [drawn] float32; NaN if the server gave no number
-    versions: IntArray  # [drawn] int32
+    token_ids: IntArray  # [tokens] int32, including the stop token
+    logprobs: FloatArray  # [tokens] float32; NaN if the server gave no number
+    versions: IntArray  # [tokens] int32
     stopped: bool  # the last token is a stop token
     aborted: bool  # the server ended it before a stop token and before the last token
 
@@ -94,9 +94,9 @@ def vocabulary_body() -> dict[str, Any]:
     }
 
 
-def reply_limit(wanted: int) -> int:
+def reply_limit(tokens: int) -> int:
     """Return the maximum size, in bytes, of an answer with this number of tokens."""
-    return 64 * 1024 + 1024 * wanted
+    return 64 * 1024 + 1024 * tokens
 
 
 # ---- answers
@@ -106,7 +106,7 @@ class BadReply(RolloutError):
     """A server's answer does not have vLLM's format."""
 
 
-def drawn_in_reply(reply: object, request: Request, run: str, floor: int) -> Drawn:
+def checked_reply(reply: object, request: Request, run: str, floor: int) -> CheckedReply:
     """Return the checked answer to a request.
 
     Args:
@@ -130,7 +130,7 @@ def drawn_in_reply(reply: object, request: Request, run: str, floor: int) -> Dra
     logprobs = np.array([_logprob(e, name) for e in entries], np.float32)
     aborted = choice.get("finish_reason") == "abort"
     stopped = _check_end(token_ids, request, aborted, name)
-    return Drawn(
+    return CheckedReply(
         token_ids=token_ids,
         logprobs=logprobs,
         versions=versions_of(choice.get("weight_versions"), len(token_ids), run, floor, name),
@@ -142,17 +142,17 @@ def drawn_in_reply(reply: object, request: Request, run: str, floor: int) -> Dra
 def _check_end(token_ids: IntArray, request: Request, aborted: bool, name: str) -> bool:
     """Return whether the last token is a stop token. Raises BadReply unless the answer ends as the
     request requires."""
-    wanted = num_wanted(request)
-    if len(token_ids) > wanted:
-        raise BadReply(f"{name}: {len(token_ids)} tokens, but {wanted} were requested.")
+    requested = num_wanted(request)
+    if len(token_ids) > requested:
+        raise BadReply(f"{name}: {len(token_ids)} tokens, but {requested} were requested.")
     stops = request.stop_token_ids if request.forced_length is None else ()
     is_stop = np.isin(token_ids, stops)
     if is_stop[:-1].any():
         raise BadReply(f"{name}: tokens follow a stop token.")
     stopped = bool(len(token_ids) and is_stop[-1])
-    if not (aborted or stopped or len(token_ids) == wanted):
+    if not (aborted or stopped or len(token_ids) == requested):
         raise BadReply(
-            f"{name}: it ends after {len(token_ids)} of {wanted} tokens without a stop token. "
+            f"{name}: it ends after {len(token_ids)} of {requested} tokens without a stop token. "
             "Start the server with a --max-model-len of at least sampler.max_length."
         )
     return stopped
@@ -257,8 +257,8 @@ def problem_with(
             f"its sequences have at most {facts.max_length} tokens, but sampler.max_length is "
             f"{max_length}. Start it with --max-model-len {max_length}."
         )
-    wanted = ("processed_logprobs", "raw_logprobs") if plain else ("processed_logprobs",)
-    if facts.logprobs_mode not in wanted:
+    modes = ("processed_logprobs", "raw_logprobs") if plain else ("processed_logprobs",)
+    if facts.logprobs_mode not in modes:
         return (
             f"it returns log-probs in the mode {facts.logprobs_mode}, not those of the sampling "
             "distribution. Start it with --logprobs-mode processed_logprobs."

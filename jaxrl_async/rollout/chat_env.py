@@ -44,9 +44,9 @@ from jaxrl_async.tasks.usercode import (
     DaemonThreads,
     Threads,
     TooLate,
+    describe_error,
     run_either,
     settled,
-    told,
 )
 from jaxrl_async.types import Completion, IntArray, Message, Prompt, Score
 
@@ -230,7 +230,7 @@ class ChatEnvs:
             return await self.outages.until_answered(what, unless_away, about=prompt.prompt_id)
         except GivenUp:
             assert outcome.error is not None, "an outage is raised as an error"
-            return CallOutcome(error=GivenUp(told(outcome.error)))
+            return CallOutcome(error=GivenUp(describe_error(outcome.error)))
 
 
 async def aside(work: Callable[[], T]) -> T:

@@ -36,21 +36,21 @@ ARGUMENT_BYTES = 2**16
 """Maximum length of a program that is passed as an argument, which leaves no file."""
 GRADER = """
 import json, os, sys
-told = json.loads(sys.stdin.readline())
+request = json.loads(sys.stdin.readline())
 out = os.dup(1)
 nothing = os.open(os.devnull, os.O_WRONLY)
 os.dup2(nothing, 1)
 names = {"__name__": "answer"}
-exec(compile(told["program"], "answer.py", "exec"), names)
-exec(compile(told["test"], "test.py", "exec"), names)
-if told["entry_point"] and "check" in names:
-    names["check"](names[told["entry_point"]])
+exec(compile(request["program"], "answer.py", "exec"), names)
+exec(compile(request["test"], "test.py", "exec"), names)
+if request["entry_point"] and "check" in names:
+    names["check"](names[request["entry_point"]])
 os.write(out, sys.stdin.readline().strip().encode())
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Graded:
+class Grade:
     """How many tests a program passed, and why the others failed."""
 
     passed: float  # share, 0 to 1
@@ -77,14 +77,14 @@ def program_of(answer: str, record: Mapping[str, Any]) -> str:
     return prompt + code
 
 
-def graded(box: Sandbox, program: str, record: Mapping[str, Any], where: str = "") -> Graded:
+def grade(box: Sandbox, program: str, record: Mapping[str, Any], where: str = "") -> Grade:
     """Run a program against a record's tests in a fresh sandbox. Raises RefusedScore if the record
     has no tests, Away if the sandbox fails.
 
     where: names the record in errors.
     """
     if cases := record.get("tests"):
-        return _graded_outputs(box, program, cases)
+        return _grade_outputs(box, program, cases)
     test = record.get("test")
     if test is None and record.get("test_list"):
         setup = (*(record.get("test_imports") or ()), record.get("test_setup_code") or "")
@@ -95,18 +95,18 @@ def graded(box: Sandbox, program: str, record: Mapping[str, Any], where: str = "
             "`test_list` (MBPP), or `tests`, a list of {input, output}."
         )
     word = secrets.token_hex(16)
-    told = {"program": program, "test": test, "entry_point": record.get("entry_point")}
+    request = {"program": program, "test": test, "entry_point": record.get("entry_point")}
     outcome = box.run(
         [*PYTHON, GRADER],
         environ=PACKAGES,
-        stdin=f"{json.dumps(told)}\n{word}\n".encode(),
+        stdin=f"{json.dumps(request)}\n{word}\n".encode(),
         alone=True,
     )
     good = outcome.ok and outcome.stdout == word.encode()
-    return Graded(1.0, "") if good else Graded(0.0, outcome.reason or ERROR)
+    return Grade(1.0, "") if good else Grade(0.0, outcome.reason or ERROR)
 
 
-def _graded_outputs(box: Sandbox, program: str, cases: Sequence[Mapping[str, object]]) -> Graded:
+def _grade_outputs(box: Sandbox, program: str, cases: Sequence[Mapping[str, object]]) -> Grade:
     words = [*PYTHON, program]
     if len(program.encode(errors="replace")) > ARGUMENT_BYTES or "\0" in program:
         box.write({"/work/answer.py": program.encode(errors="replace")})
@@ -122,15 +122,15 @@ def _graded_outputs(box: Sandbox, program: str, cases: Sequence[Mapping[str, obj
         failed = _failure(outcome, str(case["output"]))
         reason = reason or failed
         passed += not failed
-    return Graded(passed / len(cases), reason)
+    return Grade(passed / len(cases), reason)
 
 
 def _failure(outcome: CommandOutcome, right: str) -> str:
     """Return why a case failed; "" if its output is right, except for spaces at ends of lines."""
     if not outcome.ok:
         return outcome.reason or ERROR
-    said = outcome.stdout.decode(errors="replace")
-    return "" if _lines(said) == _lines(right) else WRONG
+    output = outcome.stdout.decode(errors="replace")
+    return "" if _lines(output) == _lines(right) else WRONG
 
 
 def _lines(text: str) -> list[str]:
@@ -159,7 +159,7 @@ class CodeReward:
     ) -> dict[str, float]:
         """Score one answer. Raises RefusedScore, Away."""
         with self._pool.one() as box:
-            result = graded(box, program_of(completion, columns), columns)
+            result = grade(box, program_of(completion, columns), columns)
         for reason in REASONS:
             log_metric(f"failed_{reason}", float(result.reason == reason))
         return {CORRECT: result.passed if self._partial else float(result.passed == 1.0)}

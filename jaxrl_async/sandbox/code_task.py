@@ -52,7 +52,7 @@ class SandboxEnvironment(Environment):
         Args:
             code: the program.
         """
-        return self._said(["python3", "-c", code])
+        return self._output(["python3", "-c", code])
 
     def bash(self, command: str) -> str:
         """Run a shell command and return its output.
@@ -60,9 +60,9 @@ class SandboxEnvironment(Environment):
         Args:
             command: the command.
         """
-        return self._said(["bash", "-c", command])
+        return self._output(["bash", "-c", command])
 
-    def _said(self, words: Sequence[str]) -> str:
+    def _output(self, words: Sequence[str]) -> str:
         if self._box is None:
             self._box = Sandbox(self._limits)
         return shown_outcome(self._box.run(words))

@@ -40,9 +40,9 @@ class Job:
     """A command that runs."""
 
     def __init__(self, request: dict[str, Any], process: "subprocess.Popen[bytes]") -> None:
-        self.request, self.process, self.taken = request, process, process.pid
+        self.request, self.process, self.pid = request, process, process.pid
         self.begun = time.monotonic()
-        self.kept = {"out": bytearray(), "err": bytearray()}
+        self.output = {"out": bytearray(), "err": bytearray()}
         assert process.stdout is not None and process.stderr is not None, "both are pipes"
         self.open: dict[Any, str] = {process.stdout: "out", process.stderr: "err"}
         for pipe in self.open:
@@ -52,7 +52,7 @@ class Job:
 
     def size(self) -> int:
         """Return the length of the output that was kept, bytes."""
-        return sum(len(kept) for kept in self.kept.values())
+        return sum(len(output) for output in self.output.values())
 
 
 class FirstProcess:
@@ -61,11 +61,11 @@ class FirstProcess:
     def __init__(self, limits: dict[str, Any]) -> None:
         self.limits = limits
         self.jobs: list[Job] = []
-        self.arrived = bytearray()
-        self.asked: dict[str, Any] | None = None
+        self.received = bytearray()
+        self.request: dict[str, Any] | None = None
         self.seccomp = base64.b64decode(limits["seccomp"])
         self.codes: dict[int, int] = {}
-        self.at_first = files_left()
+        self.initial_files = files_left()
 
     def serve(self) -> None:
         """Run until the host is gone."""
@@ -78,38 +78,38 @@ class FirstProcess:
                 data = os.read(0, 1 << 20)
                 if not data:
                     return
-                self.arrived += data
+                self.received += data
                 self.take_requests()
             self.reap()
             for job in list(self.jobs):
-                self.attend(job, readable)
+                self.update(job, readable)
             self.check_limits()
 
     def take_requests(self) -> None:
         """Start the commands of the requests that have arrived whole."""
         while True:
-            if self.asked is None:
-                end = self.arrived.find(b"\n")
+            if self.request is None:
+                end = self.received.find(b"\n")
                 if end < 0:
                     return
-                self.asked = json.loads(bytes(self.arrived[:end]))
-                del self.arrived[: end + 1]
-            if len(self.arrived) < self.asked["bytes"]:
+                self.request = json.loads(bytes(self.received[:end]))
+                del self.received[: end + 1]
+            if len(self.received) < self.request["bytes"]:
                 return
-            request, self.asked = self.asked, None
-            given = bytes(self.arrived[: request["bytes"]])
-            del self.arrived[: request["bytes"]]
-            self.start(request, given)
+            request, self.request = self.request, None
+            data = bytes(self.received[: request["bytes"]])
+            del self.received[: request["bytes"]]
+            self.start(request, data)
 
-    def start(self, request: dict[str, Any], given: bytes) -> None:
-        """Start a command, or reply why it cannot be started. given: its input."""
+    def start(self, request: dict[str, Any], data: bytes) -> None:
+        """Start a command, or reply why it cannot be started. data: its input."""
         if request["alone"] and not self.jobs:
             self.clear()
         environ = {"PATH": self.limits["path"], "HOME": "/work", "LANG": "C.UTF-8",
                    "TMPDIR": "/tmp", "TERM": "dumb", **request["env"]}  # fmt: skip
         try:
             with os.fdopen(os.memfd_create("stdin"), "w+b") as stdin:
-                stdin.write(given)
+                stdin.write(data)
                 stdin.seek(0)
                 process = subprocess.Popen(
                     request["words"], stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -117,8 +117,8 @@ class FirstProcess:
                     preexec_fn=lambda: self.confine(request),
                 )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
-            told = {"id": request["id"], "code": 127, "reason": "", "seconds": 0.0, "clean": False}
-            self.reply(told, b"", f"{request['words'][0]}: {error}\n".encode())
+            reply = {"id": request["id"], "code": 127, "reason": "", "seconds": 0.0, "clean": False}
+            self.reply(reply, b"", f"{request['words'][0]}: {error}\n".encode())
             return
         self.jobs.append(Job(request, process))
 
@@ -173,7 +173,7 @@ class FirstProcess:
         except ChildProcessError:
             return
 
-    def attend(self, job: Job, readable: list[Any]) -> None:
+    def update(self, job: Job, readable: list[Any]) -> None:
         """Read a job's output, look at its time, and reply if it is over."""
         for pipe in [f for f in job.open if f in readable]:
             data = pipe.read(1 << 16)
@@ -182,22 +182,22 @@ class FirstProcess:
                 pipe.close()
                 continue
             room = job.request["output"] - job.size()
-            job.kept[job.open[pipe]] += data[: max(room, 0)]
+            job.output[job.open[pipe]] += data[: max(room, 0)]
             if len(data) > room:
                 self.end(job, "output")
         now = time.monotonic()
-        if job.code is None and job.taken in self.codes:
-            job.code, job.ended = self.codes.pop(job.taken), now
+        if job.code is None and job.pid in self.codes:
+            job.code, job.ended = self.codes.pop(job.pid), now
             job.process.returncode = job.code
         if job.code is None and now - job.begun > job.request["timeout_s"]:
             self.end(job, "time")
         if job.code is None:
             return
-        left = job.request["alone"] and any(alive for _, alive, _ in processes())
-        if not job.open and not left:
+        is_left = job.request["alone"] and any(alive for _, alive, _ in processes())
+        if not job.open and not is_left:
             self.finish(job)
         elif now - job.ended > DRAIN_S:
-            if left:
+            if is_left:
                 job.reason = job.reason or "left_processes"
                 kill_all()
             self.finish(job)
@@ -208,7 +208,7 @@ class FirstProcess:
         if job.request["alone"]:
             kill_all()
             return
-        for pid in family(job.taken):
+        for pid in family(job.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -221,18 +221,18 @@ class FirstProcess:
             job.reason = "time"
         if not job.reason and job.code == -signal.SIGXFSZ:
             job.reason = "disk"
-        told = {
+        message = {
             "id": job.request["id"],
             "code": job.code,
             "reason": job.reason,
             "seconds": time.monotonic() - job.begun,
             "clean": job.request["alone"] and self.is_clean(),
         }
-        self.reply(told, bytes(job.kept["out"]), bytes(job.kept["err"]))
+        self.reply(message, bytes(job.output["out"]), bytes(job.output["err"]))
 
     def is_clean(self) -> bool:
         """Return whether nothing is left of what has run: no process and no change of a file."""
-        return not self.jobs and not processes() and files_left() == self.at_first
+        return not self.jobs and not processes() and files_left() == self.initial_files
 
     def check_limits(self) -> None:
         """Kill everything if the sandbox has too many processes, or they have too much memory."""
@@ -247,9 +247,9 @@ class FirstProcess:
                     job.reason = job.reason or over
             kill_all()
 
-    def reply(self, told: dict[str, Any], out: bytes = b"", err: bytes = b"") -> None:
+    def reply(self, message: dict[str, Any], out: bytes = b"", err: bytes = b"") -> None:
         """Send a message and a command's output to the host."""
-        line = json.dumps({**told, "out": len(out), "err": len(err)}).encode() + b"\n"
+        line = json.dumps({**message, "out": len(out), "err": len(err)}).encode() + b"\n"
         data = memoryview(line + out + err)
         while data:
             data = data[os.write(1, data) :]
@@ -258,7 +258,7 @@ class FirstProcess:
 def processes() -> list[tuple[int, bool, int]]:
     """Return id, whether it is alive (no zombie), and kilobytes of memory that is not a file's, of
     each process of the sandbox but this one."""
-    found = []
+    listed = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or name == "1":
             continue
@@ -272,21 +272,21 @@ def processes() -> list[tuple[int, bool, int]]:
                         alive = line.split()[1] not in (b"Z", b"X")
         except OSError:
             continue
-        found.append((int(name), alive, kilobytes))
-    return found
+        listed.append((int(name), alive, kilobytes))
+    return listed
 
 
 def files_left() -> list[tuple[str, int, int, int]]:
     """Return each writable file and folder with what shows whether it was changed."""
-    found: list[tuple[str, int, int, int]] = []
+    entries: list[tuple[str, int, int, int]] = []
     devices = {os.lstat(top).st_dev for top in TOPS}
     for top in TOPS:
         for folder, folders, files in os.walk(top):
             here = [os.path.join(folder, name) for name in (*folders, *files)]
             about = {path: os.lstat(path) for path in (folder, *here)}
             folders[:] = [n for n in folders if about[os.path.join(folder, n)].st_dev in devices]
-            found += [(path, s.st_ino, s.st_mode, s.st_ctime_ns) for path, s in about.items()]
-    return found
+            entries += [(path, s.st_ino, s.st_mode, s.st_ctime_ns) for path, s in about.items()]
+    return entries
 
 
 def family(pid: int) -> set[int]:

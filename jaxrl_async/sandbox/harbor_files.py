@@ -1,7 +1,7 @@
 """Tasks in Harbor's format, as far as a run needs them. Standard library only.
 
     DIR/task.toml            timeouts and resources
-    DIR/instruction.md       what the agent is asked
+    DIR/instruction.md       the agent's instruction
     DIR/tests/test.sh        writes the reward to /logs/verifier/reward.txt or reward.json
     DIR/environment/         Dockerfile and the files that it copies
 
@@ -23,7 +23,7 @@ COPIES = ("FROM", "WORKDIR", "COPY", "ENV")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarborTask:
-    """A task's folder and what it says."""
+    """A task's folder and its contents."""
 
     folder: Path
     name: str
@@ -46,24 +46,24 @@ def read_tasks(path: str) -> list[HarborTask]:
     folder = Path(path)
     if (folder / "task.toml").is_file():
         return [read_task(folder)]
-    found = sorted(file.parent for file in folder.glob("*/task.toml"))
-    if not found:
+    folders = sorted(file.parent for file in folder.glob("*/task.toml"))
+    if not folders:
         raise DataError(
             f"{path}: neither a task of Harbor (task.toml) nor a folder of tasks. Give the folder "
             "that holds them."
         )
-    return [read_task(one) for one in found]
+    return [read_task(one) for one in folders]
 
 
 def read_task(folder: Path) -> HarborTask:
     """Read a task. Raises DataError."""
     try:
-        told = tomllib.loads((folder / "task.toml").read_text("utf-8"))
-        steps = told.get("steps") or []
+        settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
+        steps = settings.get("steps") or []
         instruction = folder / "instruction.md"
         text = instruction.read_text("utf-8") if instruction.exists() or not steps else ""
-        agent_s = told.get("agent", {}).get("timeout_sec")
-        verifier_s = told.get("verifier", {}).get("timeout_sec", 600.0)
+        agent_s = settings.get("agent", {}).get("timeout_sec")
+        verifier_s = settings.get("verifier", {}).get("timeout_sec", 600.0)
         return HarborTask(
             folder=folder.resolve(),
             name=folder.name,
@@ -104,7 +104,7 @@ def copies_of(environment: Path) -> Copies:
         elif word.upper() == "COPY":
             target = parts[-1] if parts[-1].startswith("/") else f"{workdir}/{parts[-1]}"
             files += [
-                (source, target) for name in parts[:-1] for source in _found(environment, name)
+                (source, target) for name in parts[:-1] for source in _sources(environment, name)
             ]
     return Copies(workdir=workdir, files=files, environ=environ)
 
@@ -123,14 +123,14 @@ def _variables(parts: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _found(environment: Path, name: str) -> list[Path]:
+def _sources(environment: Path, name: str) -> list[Path]:
     """Return the files that COPY names: one, or a pattern's. Raises ConfigError."""
     inside = environment.resolve()
-    found = (
+    files = (
         sorted(environment.glob(name.lstrip("/")))
         if "*" in name
         else [environment / name.lstrip("/")]
     )
-    if not found or any(not f.exists() or not f.resolve().is_relative_to(inside) for f in found):
+    if not files or any(not f.exists() or not f.resolve().is_relative_to(inside) for f in files):
         raise ConfigError(f"{environment.parent.name}: COPY {name}: there is no such file in it.")
-    return found
+    return files

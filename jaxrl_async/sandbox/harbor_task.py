@@ -52,9 +52,9 @@ OUT_OF_CONTEXT = (
 )  # fmt: skip
 """Harbor's errors of agents that are scored."""
 OF_THE_AGENT = ("NonZeroAgentExitCodeError", "AgentSafetyRefusalError", "AgentAuthenticationError")
-"""Harbor's errors of agents that are not scored, and which a second trial would not mend."""
+"""Harbor's errors of agents that are not scored, and which a second trial would repeat."""
 WITHOUT_MODEL = ("oracle", "nop")
-"""Harbor's agents that ask no model."""
+"""Harbor's agents that call no model."""
 START_S = 300.0
 """Maximum time for Harbor's package to be imported, seconds."""
 CHECK = "import harbor.trial.trial, importlib.metadata as m; print(m.version('harbor'))"
@@ -113,10 +113,10 @@ class HarborProcess:
         threading.Thread(target=self._read, args=(process,), name="harbor", daemon=True).start()
         return process
 
-    def _send(self, told: Mapping[str, object]) -> None:
+    def _send(self, message: Mapping[str, object]) -> None:
         try:
             assert self._process is not None and self._process.stdin is not None, "started"
-            self._process.stdin.write(json.dumps(told).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
             raise Away(f"Harbor's process has ended: {error}") from None
@@ -125,22 +125,22 @@ class HarborProcess:
         assert process.stdout is not None, "stdout=PIPE"
         with process.stdout:
             for line in process.stdout:
-                told = json.loads(line)
-                if "ready" in told:
-                    log.info("harbor %s is ready", told["ready"])
+                reply = json.loads(line)
+                if "ready" in reply:
+                    log.info("harbor %s is ready", reply["ready"])
                     continue
                 with self._lock:
-                    _, result = self._waiting.pop(told["id"], (None, None))
+                    _, result = self._waiting.pop(reply["id"], (None, None))
                 if result is not None and result.set_running_or_notify_cancel():
-                    result.set_result(told)
+                    result.set_result(reply)
         process.wait()
         with suppress(OSError):
             assert process.stdin is not None, "stdin=PIPE"
             process.stdin.close()
         with self._lock:
-            mine = [number for number, (of, _) in self._waiting.items() if of is process]
-            lost = [self._waiting.pop(number)[1] for number in mine]
-        for result in lost:
+            numbers = [number for number, (of, _) in self._waiting.items() if of is process]
+            unanswered = [self._waiting.pop(number)[1] for number in numbers]
+        for result in unanswered:
             if result.set_running_or_notify_cancel():
                 result.set_exception(Away("Harbor's process has ended"))
 
@@ -164,18 +164,18 @@ class HarborPlayer:
             at_once: maximum number of trials that are played at the same time.
         """
         self._process, self._trial, self._trials_dir = process, dict(trial), trials_dir
-        self._places = asyncio.Semaphore(at_once)  # used on the loop for user code alone
+        self._slots = asyncio.Semaphore(at_once)  # used on the loop for user code alone
 
     async def play(self, session: PlayedSession) -> Score:
         """Play the record's task once (endpoint.agent_programs.Program). Raises RolloutError, Away
         for an error of the machine."""
-        outcome = await run_async(lambda: self._trial_of(session), None, reap_s=1.0)
+        outcome = await run_async(lambda: self._play_trial(session), None, reap_s=1.0)
         if outcome.error is not None:
             raise outcome.error
         score: Score = outcome.value
         return score
 
-    async def _trial_of(self, session: PlayedSession) -> Score:
+    async def _play_trial(self, session: PlayedSession) -> Score:
         folder = self._trials_dir or tempfile.mkdtemp(prefix="jaxrl-trial-")
         config = trial_config(self._trial, session, folder)
         environ = {
@@ -187,7 +187,7 @@ class HarborPlayer:
         }
         number = None
         try:
-            async with self._places:
+            async with self._slots:
                 number, result = await asyncio.to_thread(self._process.begin, config, environ)
                 return score_of_trial(await asyncio.wrap_future(result))
         finally:
@@ -213,18 +213,18 @@ def trial_config(trial: Mapping[str, Any], session: PlayedSession, folder: str) 
     }
 
 
-def score_of_trial(told: Mapping[str, Any]) -> Score:
+def score_of_trial(result: Mapping[str, Any]) -> Score:
     """Return the score of a trial's result: the verifier's reward, its other numbers as parts, and
     whether the agent ran out of time or context.
 
     Raises Away for an error of the machine, RolloutError for another error of the agent.
     """
-    errors = told["errors"]
+    errors = result["errors"]
     kinds = {error["type"] for error in errors}
     if unscored := [e for e in errors if e["type"] not in (*OUT_OF_TIME, *OUT_OF_CONTEXT)]:
         text = f"a trial of Harbor failed: {unscored[0]['type']}: {unscored[0]['message'][:300]}"
         raise (RolloutError if unscored[0]["type"] in OF_THE_AGENT else Away)(text)
-    rewards = dict(told["rewards"] or {})
+    rewards = dict(result["rewards"] or {})
     if not rewards and not errors:
         raise Away("a trial of Harbor ended without a reward")
     if not rewards:
@@ -277,35 +277,35 @@ def harbor_task(
     """
     if not isinstance(at_once, int) or at_once < 1:
         raise ConfigError(f"at_once ({at_once!r}) must be a whole number of at least 1.")
-    player = {"name": agent} if isinstance(agent, str) else dict(agent)
-    if player.get("name") in WITHOUT_MODEL:
-        raise ConfigError(f"the agent {player['name']!r} asks no model. Choose another one.")
-    found = harbor_python(python)
+    agent_config = {"name": agent} if isinstance(agent, str) else dict(agent)
+    if agent_config.get("name") in WITHOUT_MODEL:
+        raise ConfigError(f"the agent {agent_config['name']!r} asks no model. Choose another one.")
+    harbor = harbor_python(python)
     tasks = read_tasks(path)
     held_out = None if eval_path is None else read_tasks(eval_path)
-    asked: dict[str, Any] = (
+    environment_config: dict[str, Any] = (
         {"type": environment} if isinstance(environment, str) else {**environment}
     )
-    if asked.get("type") == SANDBOX:
+    if environment_config.get("type") == SANDBOX:
         for one in (*tasks, *(held_out or ())):
             copies_of(one.folder / "environment")
-        limits = dict(asked.pop("kwargs", {}))
-        asked.pop("type")
+        limits = dict(environment_config.pop("kwargs", {}))
+        environment_config.pop("type")
         check_sandbox(limits)
-        asked |= {"import_path": CLASS, "kwargs": {"limits": limits}}
+        environment_config |= {"import_path": CLASS, "kwargs": {"limits": limits}}
     config = {
         **(trial or {}),
-        "agent": player,
-        "environment": asked,
+        "agent": agent_config,
+        "environment": environment_config,
     }
     environ = without_secrets(os.environ, also=variables)
     environ.pop("PYTHONPATH", None)
     environ.pop("PYTHONHOME", None)
-    plays = HarborPlayer(HarborProcess(found, environ), config, trials_dir, at_once)
+    player = HarborPlayer(HarborProcess(harbor, environ), config, trials_dir, at_once)
     return Task(
         records=records_of(tasks),
         held_out=None if held_out is None else records_of(held_out),
-        program=plays.play,
+        program=player.play,
     )
 
 
@@ -347,6 +347,6 @@ def harbor_python(python: str | None) -> str:
         raise ConfigError(f"{python} cannot be run: {in_a_line(error)}. {how}") from None
     version = done.stdout.strip()
     if done.returncode or tuple(int(n) for n in version.split(".")[:2]) < VERSION:
-        said = version or done.stderr.strip().rpartition("\n")[2]
-        raise ConfigError(f"{python} has no Harbor that is new enough ({said}). {how}")
+        found = version or done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"{python} has no Harbor that is new enough ({found}). {how}")
     return python

@@ -32,13 +32,13 @@ CALM = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "0", "DO_NOT
 def find_package() -> None:
     """Make jaxrl_async importable without the packages of the run's Python."""
     folder = Path(__file__).resolve().parent.parent
-    place = importlib.util.spec_from_file_location(
+    spec = importlib.util.spec_from_file_location(
         "jaxrl_async", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
-    assert place is not None and place.loader is not None, "the package is a file"
-    module = importlib.util.module_from_spec(place)
+    assert spec is not None and spec.loader is not None, "the package is a file"
+    module = importlib.util.module_from_spec(spec)
     sys.modules["jaxrl_async"] = module
-    place.loader.exec_module(module)
+    spec.loader.exec_module(module)
 
 
 def preload() -> None:
@@ -50,7 +50,7 @@ def preload() -> None:
     import jaxrl_async.sandbox.harbor_environment  # noqa: F401
 
 
-async def played(config: Mapping[str, object]) -> dict[str, Any]:
+async def run_trial(config: Mapping[str, object]) -> dict[str, Any]:
     """Play a trial; return what the run needs of its result."""
     from harbor.models.trial.config import TrialConfig
     from harbor.trial.trial import Trial
@@ -81,13 +81,13 @@ def play(request: dict[str, Any], file: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.update(request["environ"])
         try:
-            told = asyncio.run(played(request["config"]))
+            result = asyncio.run(run_trial(request["config"]))
         except BaseException as error:
-            told = {
+            result = {
                 "rewards": None,
                 "errors": [{"type": type(error).__name__, "message": str(error)}],
             }
-        Path(file + ".new").write_text(json.dumps(told))
+        Path(file + ".new").write_text(json.dumps(result))
         os.replace(file + ".new", file)
         code = 0
     finally:
@@ -111,7 +111,7 @@ class Trials:
         self.running[pid] = (request["id"], file)
 
     def cancel(self, number: int) -> None:
-        """Ask a trial to end."""
+        """Terminate a trial."""
         for pid, (other, _) in self.running.items():
             if other == number:
                 self.killed_at.setdefault(pid, time.monotonic() + CANCEL_S)
@@ -130,28 +130,28 @@ class Trials:
                     self.reply(*ended)
 
     def reply(self, pid: int, status: int) -> None:
-        """Send a trial's result."""
+        """Send a trial's reply."""
         number, file = self.running.pop(pid)
         self.killed_at.pop(pid, None)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)  # what it left behind
         try:
-            told = json.loads(Path(file).read_text())
+            reply = json.loads(Path(file).read_text())
         except (OSError, ValueError):
             tail = ""
             with contextlib.suppress(OSError):  # it may have ended before it had a log
                 tail = Path(file + ".log").read_bytes()[-400:].decode(errors="replace")
             message = f"its process ended with status {status}: {tail}"
-            told = {"rewards": None, "errors": [{"type": "TrialProcessError", "message": message}]}
-        for left in (file, file + ".log"):
+            reply = {"rewards": None, "errors": [{"type": "TrialProcessError", "message": message}]}
+        for path in (file, file + ".log"):
             with contextlib.suppress(OSError):
-                os.unlink(left)
-        say({"id": number, **told})
+                os.unlink(path)
+        send({"id": number, **reply})
 
 
-def say(told: Mapping[str, object]) -> None:
+def send(message: Mapping[str, object]) -> None:
     """Send a message to the run."""
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
@@ -164,7 +164,7 @@ def main() -> None:
 
     folder = tempfile.mkdtemp(prefix="jaxrl-harbor-")
     trials, arrived = Trials(folder), b""
-    say({"ready": getattr(harbor, "__version__", "")})
+    send({"ready": getattr(harbor, "__version__", "")})
     try:
         while True:
             if select.select([0], [], [], LOOK_S if trials.running else None)[0]:

@@ -100,7 +100,7 @@ class Sandbox:
                 "engine: Harbor's environment docker."
             )
         self.limits = limits
-        told = {
+        settings = {
             "memory_mb": limits.memory_mb,
             "disk_mb": limits.disk_mb,
             "processes": limits.processes,
@@ -112,7 +112,7 @@ class Sandbox:
         )
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            kept(layouts.starting_words(layout, json.dumps(told))),
+            kept(layouts.start_command(layout, json.dumps(settings))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -223,21 +223,21 @@ class Sandbox:
         assert stdout is not None, "stdout=PIPE"
         with stdout:
             while line := stdout.readline():
-                told = json.loads(line)
-                out, err = stdout.read(told["out"]), stdout.read(told["err"])
-                if "ready" in told:
+                message = json.loads(line)
+                out, err = stdout.read(message["out"]), stdout.read(message["err"])
+                if "ready" in message:
                     self._ready.set_result(None)
                     continue
                 with self._lock:
-                    answer = self._waiting.pop(told["id"])
-                    self.clean = told["clean"] and not self._waiting
+                    answer = self._waiting.pop(message["id"])
+                    self.clean = message["clean"] and not self._waiting
                 answer.set_result(
                     CommandOutcome(
-                        code=told["code"],
-                        reason=told["reason"],
+                        code=message["code"],
+                        reason=message["reason"],
                         stdout=out,
                         stderr=err,
-                        seconds=told["seconds"],
+                        seconds=message["seconds"],
                     )
                 )
         with self._lock:
@@ -245,12 +245,12 @@ class Sandbox:
             with suppress(OSError):
                 assert self._process.stdin is not None, "stdin=PIPE"
                 self._process.stdin.close()
-            left, self._waiting = list(self._waiting.values()), {}
+            unanswered, self._waiting = list(self._waiting.values()), {}
         error = self._failed()
         self._errors.close()
         if not self._ready.done():
             self._ready.set_exception(error)
-        for answer in left:
+        for answer in unanswered:
             answer.set_exception(error)
 
     def _failed(self) -> Exception:
@@ -290,29 +290,29 @@ class SandboxPool:
         self._limits, self._ready = limits, ready
         self._free: deque[Sandbox] = deque()
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(most)
+        self._slots = threading.BoundedSemaphore(most)
         self._closed = 0  # number of times that it was closed
 
     @contextmanager
     def one(self) -> Iterator[Sandbox]:
-        """Lend a sandbox as it is after its start. Raises Away, ConfigError."""
-        with self._places:
+        """Yield a sandbox as it is after its start. Raises Away, ConfigError."""
+        with self._slots:
             with self._lock:
                 closed = self._closed
                 box = self._free.popleft() if self._free else None
             box = box or Sandbox(self._limits)
-            good = False
+            is_clean = False
             try:
                 self._refill()
                 box.wait_ready()
                 yield box
-                good = box.clean
+                is_clean = box.clean
             finally:
-                self._take_back(box, good, closed)
+                self._take_back(box, is_clean, closed)
 
-    def _take_back(self, box: Sandbox, good: bool, closed: int) -> None:
+    def _take_back(self, box: Sandbox, is_clean: bool, closed: int) -> None:
         with self._lock:
-            if good and self._closed == closed:
+            if is_clean and self._closed == closed:
                 self._free.append(box)
                 return
         box.close()
@@ -327,6 +327,6 @@ class SandboxPool:
         ones are started if they are needed again."""
         with self._lock:
             self._closed += 1
-            left, self._free = list(self._free), deque()
-        for box in left:
+            boxes, self._free = list(self._free), deque()
+        for box in boxes:
             box.close()

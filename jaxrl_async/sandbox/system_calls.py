@@ -46,12 +46,12 @@ CALL_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data, litt
 def seccomp_filter(machine: str = "") -> bytes:
     """Return the filter, an array of struct sock_filter; b"" on a machine that is not known.
 
-    machine: as platform.machine() says; "": this one.
+    machine: as platform.machine() returns it; "": this one.
     """
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         return b""
-    place = list(ARCHITECTURES).index(machine)
+    index = list(ARCHITECTURES).index(machine)
     refuse, no_such_call = ERRNO | errno.EPERM, ERRNO | errno.ENOSYS
     code = [
         (LOAD, 0, 0, ARCHITECTURE_AT),
@@ -62,19 +62,19 @@ def seccomp_filter(machine: str = "") -> bytes:
         (RETURN, 0, 0, no_such_call),
     ]
     for numbers in NUMBERS.values():
-        code += [(EQUAL, 0, 1, numbers[place]), (RETURN, 0, 0, refuse)]
+        code += [(EQUAL, 0, 1, numbers[index]), (RETURN, 0, 0, refuse)]
     # glibc uses clone, whose flags can be read, where clone3 does not exist
-    code += [(EQUAL, 0, 1, CLONE3[place]), (RETURN, 0, 0, no_such_call)]
+    code += [(EQUAL, 0, 1, CLONE3[index]), (RETURN, 0, 0, no_such_call)]
     code += [
-        (EQUAL, 0, 4, CLONE[place]),
+        (EQUAL, 0, 4, CLONE[index]),
         (LOAD, 0, 0, ARGUMENT_AT),
         (ANY_BIT, 0, 1, NEW_NAMESPACES),
         (RETURN, 0, 0, refuse),
         (RETURN, 0, 0, ALLOW),
-        (EQUAL, 0, len(FAMILIES) + 2, SOCKET[place]),
+        (EQUAL, 0, len(FAMILIES) + 2, SOCKET[index]),
         (LOAD, 0, 0, ARGUMENT_AT),
     ]
-    for left, family in zip(range(len(FAMILIES), 0, -1), FAMILIES, strict=True):
-        code.append((EQUAL, left, 0, family))
+    for skip, family in zip(range(len(FAMILIES), 0, -1), FAMILIES, strict=True):
+        code.append((EQUAL, skip, 0, family))
     code += [(RETURN, 0, 0, refuse), (RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("<HBBI", *line) for line in code)

@@ -22,9 +22,9 @@ from jaxrl_async.errors import Away, RefusedScore, RolloutError
 from jaxrl_async.scorers.process_pool import ProcessPool, close_all
 from jaxrl_async.scorers.reward_arguments import reward_arguments_of
 from jaxrl_async.scorers.reward_call import RewardCall, call_function, scores_of
-from jaxrl_async.tasks.function_source import FunctionSource, loaded
+from jaxrl_async.tasks.function_source import FunctionSource, load_function
 from jaxrl_async.tasks.user_process import UserProcess, serve_requests
-from jaxrl_async.tasks.usercode import TooLate, told
+from jaxrl_async.tasks.usercode import TooLate, describe_error
 from jaxrl_async.types import Score
 
 LOAD_S = 300.0
@@ -133,7 +133,7 @@ def reply_to(request: bytes) -> bytes:
 def _reply(message: Mapping[str, Any]) -> dict[str, Any]:
     logged: list[list[Any]] = []
     try:
-        function = loaded(FunctionSource(**message["source"]))
+        function = load_function(FunctionSource(**message["source"]))
         if message["call"] is None:
             return {"scores": [], "logged": []}
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + LONGER_S)
@@ -146,8 +146,8 @@ def _reply(message: Mapping[str, Any]) -> dict[str, Any]:
         return {"raised": str(error)}
     except BaseException as error:  # every exception belongs to the call
         if (outage := away_in(error)) is not None:
-            return {"away": told(error), "wait_s": asked_wait_s(outage)}
-        return {"raised": told(error)}
+            return {"away": describe_error(error), "wait_s": asked_wait_s(outage)}
+        return {"raised": describe_error(error)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -73,7 +73,7 @@ def peers_of(game: Game, seat: str, member: int) -> str:
 class SeatScore:
     """The score of one player of an episode, for a program that plays several."""
 
-    voice: str  # identifies its calls: their header x-session-id
+    player: str  # identifies its calls: their header x-session-id
     seat: str  # its name; empty: all play the same seat
     score: Score
     alike: bool = False  # it is compared with others of its seat in the same episode

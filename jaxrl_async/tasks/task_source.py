@@ -38,7 +38,7 @@ class TaskSource:
     """Records of one split of a task."""
 
     records: Sequence[TaskRecord]
-    teaches: "Teaches | None" = None  # encodes demonstrations; None: they are not needed
+    encoder: "DemoEncoder | None" = None  # encodes demonstrations; None: they are not needed
 
     def __len__(self) -> int:
         return len(self.records)
@@ -47,7 +47,7 @@ class TaskSource:
     def in_memory(self) -> bool:
         """Whether reading all records is cheap."""
         records = self.records.records if isinstance(self.records, _Part) else self.records
-        return self.teaches is None and isinstance(records, list | tuple)
+        return self.encoder is None and isinstance(records, list | tuple)
 
     def __getitem__(self, index: int) -> Record:
         """Return a record without tokens. Raises DataError for values that a checkpoint cannot
@@ -65,7 +65,7 @@ class TaskSource:
             answer=answer,
             columns=record,
             messages=tuple(messages),
-            worked=None if self.teaches is None else self.teaches(record),
+            worked=None if self.encoder is None else self.encoder(record),
         )
 
 
@@ -80,19 +80,19 @@ class TaskData:
     def source(self, split: Split, *, taught: bool = False) -> RecordSource:
         """Return the records of one split. taught: with demonstrations."""
         task = self.task
-        asks = task.environment is None and task.game is None and not self.tools
-        teaches = Teaches(self.chat, self.tools, task.system_prompt, asks) if taught else None
-        return TaskSource(task_records(self.task, split), teaches)
+        shows = task.environment is None and task.game is None and not self.tools
+        encoder = DemoEncoder(self.chat, self.tools, task.system_prompt, shows) if taught else None
+        return TaskSource(task_records(self.task, split), encoder)
 
 
 def task_records(task: Task, split: Split) -> Sequence[TaskRecord]:
     """Return a task's records of one split. Raises ConfigError, DataError."""
     assert task.records is not None, "the task has records"
     if split == "eval" and task.held_out is not None:
-        return _listed(task.held_out, split)
+        return _as_sequence(task.held_out, split)
     if callable(task.records):
-        return _listed(task.records, split)
-    records = _listed(task.records, split)
+        return _as_sequence(task.records, split)
+    records = _as_sequence(task.records, split)
     if task.held_out is not None:
         return records
     held_out = held_out_of(len(records))
@@ -117,16 +117,16 @@ class _Part(Sequence[TaskRecord]):
         return self.records[self.first + range(self.length)[index]]
 
 
-def _listed(records: Records, split: Split) -> Sequence[TaskRecord]:
-    given: Any = records(split) if callable(records) else records
-    if not hasattr(given, "__len__") or not hasattr(given, "__getitem__") or isinstance(given, str):
+def _as_sequence(records: Records, split: Split) -> Sequence[TaskRecord]:
+    value: Any = records(split) if callable(records) else records
+    if not hasattr(value, "__len__") or not hasattr(value, "__getitem__") or isinstance(value, str):
         raise ConfigError(
-            f"the task's records for {split} are a {type(given).__name__}. Give a sequence of "
+            f"the task's records for {split} are a {type(value).__name__}. Give a sequence of "
             "mappings, or a function of the split that returns one."
         )
-    if not len(given):
+    if not len(value):
         raise DataError(f"the task has no records for {split}. Give at least one.")
-    listed: Sequence[TaskRecord] = given
+    listed: Sequence[TaskRecord] = value
     return listed
 
 
@@ -172,15 +172,15 @@ def opening_of(record: TaskRecord, where: str) -> tuple[list[Message], Message |
 
 def question_of(record: TaskRecord) -> str:
     """Return a record's question for display: its column, or the user's last message."""
-    found = next((field_text(record[name]) for name in QUESTIONS if name in record), None)
-    if found is not None:
-        return found
+    question = next((field_text(record[name]) for name in QUESTIONS if name in record), None)
+    if question is not None:
+        return question
     texts = [m.get("content") for m in conversation_of(record) if m.get("role") == "user"]
     return field_text(texts[-1]) or "" if texts else ""
 
 
 @dataclass(frozen=True, slots=True)
-class Teaches:
+class DemoEncoder:
     """Encodes a record's demonstration as an example to imitate."""
 
     chat: ChatFormat
@@ -228,10 +228,10 @@ def worked_tokens(
     Raises DataError if the format rewrites earlier turns, or writes a turn without an end token.
     """
     if isinstance(chat, PlainFormat):  # it writes no turns: a question with its answer
-        asked = chat.opening(messages[:-1], tools)
+        prompt = chat.opening(messages[:-1], tools)
         answer = chat.answer(messages[:-1], messages[-1], tools)
-        mask = np.arange(len(asked) + len(answer)) >= len(asked)
-        return np.concatenate([asked, answer]).astype(np.int32), mask
+        mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
+        return np.concatenate([prompt, answer]).astype(np.int32), mask
     token_ids, mask = NO_TOKENS, np.zeros(0, bool)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -246,8 +246,8 @@ def worked_tokens(
                 "the chat format rewrites earlier turns of a demonstration, which must be one "
                 "sequence. Leave thinking out of it, or give one with a single turn."
             )
-        drawn = turn[: ends[0] + 1]
+        own = turn[: ends[0] + 1]
         more = np.zeros(len(before) - len(token_ids), bool)
-        mask = np.concatenate([mask, more, np.ones(len(drawn), bool)])
-        token_ids = np.concatenate([before, drawn]).astype(np.int32)
+        mask = np.concatenate([mask, more, np.ones(len(own), bool)])
+        token_ids = np.concatenate([before, own]).astype(np.int32)
     return token_ids, mask

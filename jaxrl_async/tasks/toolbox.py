@@ -112,43 +112,43 @@ class Toolbox:
         """
         calls = list(message.get("tool_calls") or ())
         texts = await side_by_side(
-            self._answered(call) if number < MOST_CALLS else self._refused(TOO_MANY)
+            self._answer(call) if number < MOST_CALLS else self._error(TOO_MANY)
             for number, call in enumerate(calls)
         )
-        told = [_told(call, text) for call, text in zip(calls, texts, strict=True)]
+        messages = [_tool_message(call, text) for call, text in zip(calls, texts, strict=True)]
         if unread := message.get("tool_call_errors"):
             reasons = "; ".join(str(error["reason"]) for error in unread)
-            text = await self._refused(f"error: a tool call could not be read: {reasons}")
-            told.append({"role": "user", "content": text})
-        return told
+            text = await self._error(f"error: a tool call could not be read: {reasons}")
+            messages.append({"role": "user", "content": text})
+        return messages
 
-    async def _answered(self, call: Mapping[str, object]) -> str:
-        name, arguments = _asked(call)
+    async def _answer(self, call: Mapping[str, object]) -> str:
+        name, arguments = _parsed_call(call)
         tool = self._tools.get(name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return await self._refused(f"error: there is no tool {name!r}; there are: {known}")
+            return await self._error(f"error: there is no tool {name!r}; there are: {known}")
         try:
-            given = _checked(tool, arguments)
+            checked = _checked(tool, arguments)
         except ValueError as error:
-            return await self._refused(f"error: {name}: {error}")
+            return await self._error(f"error: {name}: {error}")
         try:
-            outcome = await self._outcome(name, tool, given, arguments)
+            outcome = await self._outcome(name, tool, checked, arguments)
         except TooLate:
             self._count("tool_timeouts")
             return f"error: {name} took more than {self._limits.timeout_s:g} s"
         if outcome.error is not None:
             kind = getattr(outcome.error, "kind", type(outcome.error).__name__)
-            return await self._refused(f"error: {name}: {kind}: {shown_error(outcome.error)}")
+            return await self._error(f"error: {name}: {kind}: {shown_error(outcome.error)}")
         return self._cut(outcome.value)
 
     async def _outcome(
-        self, name: str, tool: "_Bound", given: Mapping[str, object], arguments: object
+        self, name: str, tool: "_Bound", checked: Mapping[str, object], arguments: object
     ) -> CallOutcome:
         """Call a tool: in a thread, or in a process once it was found to set a signal. The call
         that finds it is made again."""
         if tool.function not in SETS_SIGNALS:
-            outcome = await self._waited_for(name, functools.partial(tool.function, **given))
+            outcome = await self._call(name, functools.partial(tool.function, **checked))
             found = isinstance(outcome.error, ValueError) and MAIN_THREAD in str(outcome.error)
             if not (found and _runs_in_a_process(name, tool.function)):
                 return outcome
@@ -159,12 +159,12 @@ class Toolbox:
             raise outcome.error
         return outcome
 
-    async def _waited_for(self, name: str, work: functools.partial[Any]) -> CallOutcome:
+    async def _call(self, name: str, work: functools.partial[Any]) -> CallOutcome:
         """Call a tool, with a few retries if its service did not accept the call."""
 
         outcome = CallOutcome()
 
-        async def unless_away() -> CallOutcome:
+        async def attempt() -> CallOutcome:
             nonlocal outcome
             outcome = await run_either(work, self._threads, self._limits.timeout_s)
             if outcome.error is not None and not_begun_in(outcome.error) is not None:
@@ -173,23 +173,23 @@ class Toolbox:
 
         try:
             return await self._outages.until_answered(
-                f"the tool {name}", unless_away, tries=TRIES, patience_s=PATIENCE_S, optional=True
+                f"the tool {name}", attempt, tries=TRIES, patience_s=PATIENCE_S, optional=True
             )
         except GivenUp:
             return outcome
 
-    async def _refused(self, text: str) -> str:
+    async def _error(self, text: str) -> str:
         self._count("tool_errors")
-        text = _sayable(text)
+        text = _encodable(text)
         return text if len(text) <= ERROR_CHARS else text[: ERROR_CHARS - 3] + "..."
 
     def _cut(self, result: object) -> str:
         text = text_of(result)
         most = self._limits.result_chars
         if len(text) <= most:
-            return _sayable(text)
+            return _encodable(text)
         self._count("cut_tool_results")
-        return f"{_sayable(text[:most])}... ({len(text) - most} more characters are cut)"
+        return f"{_encodable(text[:most])}... ({len(text) - most} more characters are cut)"
 
 
 def name_of_tool(tool: Tool) -> str:
@@ -214,7 +214,7 @@ def _bound_function(
         hints = get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
         raise ConfigError(f"tool {name}: its type hints cannot be read: {error}.") from None
-    about, texts = _described(inspect.getdoc(function) or "")
+    about, texts = _parse_docstring(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
         if parameter.kind not in BY_NAME or parameter.name not in hints:
@@ -223,10 +223,10 @@ def _bound_function(
                 "be given by name. Write NAME: TYPE."
             )
         default = ... if parameter.default is parameter.empty else parameter.default
-        told: dict[str, Any] = (
+        description: dict[str, Any] = (
             {"description": texts[parameter.name]} if parameter.name in texts else {}
         )
-        described = Field(default, alias=parameter.name, **told)  # else from Annotated
+        described = Field(default, alias=parameter.name, **description)  # else from Annotated
         fields[f"argument_{number}"] = (hints[parameter.name], described)
     try:
         model: type[BaseModel] = create_model(
@@ -238,7 +238,7 @@ def _bound_function(
             f"tool {name}: a type of its parameters has no JSON schema: {str(error)[:200]}. Use "
             "plain types, lists, dicts, Literal or pydantic models."
         ) from None
-    shown = {"name": name, "description": about, "parameters": _untitled(schema)}
+    shown = {"name": name, "description": about, "parameters": _without_titles(schema)}
     names = tuple(parameter.name for parameter in parameters)
     return model, names, {"type": "function", "function": shown}
 
@@ -251,7 +251,7 @@ def _bound(tool: Tool) -> _Bound:
     return _Bound(tool, model, names, schema)
 
 
-def _described(doc: str) -> tuple[str, dict[str, str]]:
+def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
     """Return a docstring's paragraphs before its first block (`Args:`, `Returns:`), and the
     descriptions in its block `Args:` by parameter."""
     about = "\n\n".join(" ".join(p.split()) for p in re.split(r"\n\s*\n", BLOCK.split(doc)[0]))
@@ -267,20 +267,20 @@ def _described(doc: str) -> tuple[str, dict[str, str]]:
     return about.strip(), texts
 
 
-def _untitled(schema: object) -> Any:
+def _without_titles(schema: object) -> Any:
     """Return a JSON schema without the titles that pydantic derives from names."""
     if isinstance(schema, list):
-        return [_untitled(item) for item in schema]
+        return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: _untitled(value)
+        key: _without_titles(value)
         for key, value in schema.items()
         if not (key == "title" and isinstance(value, str))
     }
 
 
-def _asked(call: Mapping[str, object]) -> tuple[str, Any]:
+def _parsed_call(call: Mapping[str, object]) -> tuple[str, Any]:
     """Return name and arguments of a tool call; "" and {} if they are missing."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
@@ -297,23 +297,23 @@ def checked_arguments(tool: Tool, arguments: object) -> dict[str, Any]:
 def _checked(tool: _Bound, arguments: object) -> dict[str, Any]:
     """Return the arguments by name; raise ValueError with a short text if they do not fit."""
     try:
-        given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        values = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         raise ValueError("its arguments are not JSON") from None
-    if not isinstance(given, Mapping):
+    if not isinstance(values, Mapping):
         raise ValueError("its arguments are not a JSON object")
     try:
-        made = tool.arguments.model_validate(given)
+        model = tool.arguments.model_validate(values)
     except ValidationError as error:
         wrong = [
             f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}"
             for e in error.errors(include_url=False, include_context=False, include_input=False)
         ]
         raise ValueError("; ".join(wrong)) from None
-    set_ = made.model_fields_set
+    set_ = model.model_fields_set
     return {
-        n: getattr(made, f)
-        for n, f in zip(tool.names, type(made).model_fields, strict=True)
+        n: getattr(model, f)
+        for n, f in zip(tool.names, type(model).model_fields, strict=True)
         if f in set_
     }
 
@@ -328,7 +328,7 @@ def text_of(result: object) -> str:
         return str(result)
 
 
-def _sayable(text: str) -> str:
+def _encodable(text: str) -> str:
     """Return a text without unpaired surrogates, which no tokenizer encodes."""
     return text.encode("utf-8", "replace").decode()
 
@@ -367,13 +367,13 @@ def _warn_of_signals(name: str) -> bool:
     return False
 
 
-def _told(call: object, text: str) -> Message:
+def _tool_message(call: object, text: str) -> Message:
     """Return the message of the role tool that answers a call."""
     message = {"role": "tool", "content": text}
     if isinstance(call, Mapping):
         if call.get("id") is not None:
             message["tool_call_id"] = str(call["id"])
-        message["name"] = _asked(call)[0]
+        message["name"] = _parsed_call(call)[0]
     return message
 
 
@@ -382,7 +382,7 @@ def tools_of(owner: object, tools: Sequence[Tool | str], more: Sequence[Tool]) -
 
     Raises RolloutError for a text that does not name a method.
     """
-    found: list[Tool] = []
+    resolved: list[Tool] = []
     for tool in tools:
         method = getattr(owner, tool, None) if isinstance(tool, str) else tool
         if not callable(method):
@@ -390,5 +390,5 @@ def tools_of(owner: object, tools: Sequence[Tool | str], more: Sequence[Tool]) -
                 f"{type(owner).__name__}.tools names {tool!r}, which is not a method of it. "
                 "Correct the name."
             )
-        found.append(method)
-    return [*found, *more]
+        resolved.append(method)
+    return [*resolved, *more]

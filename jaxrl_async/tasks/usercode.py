@@ -72,14 +72,14 @@ class CallOutcome:
         if isinstance(self.error, RolloutError):  # raised by a built-in function
             raise self.error
         if self.error is not None:
-            raise RolloutError(told(self.error)) from self.error
+            raise RolloutError(describe_error(self.error)) from self.error
         return self.value
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an exception of a user's function: the first line has type, text, file and line; the
     traceback follows."""
-    kind, words = type(error).__name__, _words(error)
+    kind, words = type(error).__name__, _message_of(error)
     frames = _frames_of_user(error)
     if not frames:
         return f"raised {kind}: {words}. Correct the function."
@@ -107,7 +107,7 @@ def _is_ours(file: str) -> bool:
     return path.parent.parent == HERE and path.name in CALLERS
 
 
-def _words(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return f"{error}"[:2000]
     except Exception:
@@ -144,7 +144,7 @@ class Threads:
 
         def settle(outcome: CallOutcome) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, so no caller waits
-                loop.call_soon_threadsafe(_give, done, outcome)
+                loop.call_soon_threadsafe(_set_outcome, done, outcome)
 
         call = _Call(work, settle)
         self._queue(call)
@@ -176,9 +176,9 @@ class Threads:
                     "for."
                 )
             self._waiting.append(call)
-            self._hire()
+            self._add_thread()
 
-    def _hire(self) -> None:
+    def _add_thread(self) -> None:
         """Start one more thread if there is work and room for it. Called under the lock."""
         if self._waiting and self._serving < self._most:
             self._serving += 1
@@ -215,7 +215,7 @@ class Threads:
                 return
             self.stuck.add(call)
             self._serving -= 1
-            self._hire()
+            self._add_thread()
 
 
 class _Submitted(ThreadFuture[T]):
@@ -243,7 +243,7 @@ class _Submitted(ThreadFuture[T]):
                 self.set_result(outcome.value)
 
 
-def _give(future: "asyncio.Future[CallOutcome]", outcome: CallOutcome) -> None:
+def _set_outcome(future: "asyncio.Future[CallOutcome]", outcome: CallOutcome) -> None:
     if not future.done():
         future.set_result(outcome)
 
@@ -335,9 +335,9 @@ class _AsyncCall:
     def _cancel(self) -> None:
         assert self._task is not None, "it was begun before"
         self._task.cancel()
-        _own_loop().call_later(LEFT_S, self._tell_if_left)
+        _own_loop().call_later(LEFT_S, self._warn_if_left)
 
-    def _tell_if_left(self) -> None:
+    def _warn_if_left(self) -> None:
         if not self.outcome.done():
             log.warning(
                 "%s does not end %g s after it was cancelled, and is abandoned: raise "
@@ -425,12 +425,12 @@ async def side_by_side(work: Iterable[Coroutine[None, None, T]]) -> list[T]:
     tasks = [asyncio.ensure_future(one) for one in work]
     failed: list[BaseException] = []
 
-    def note(task: "asyncio.Task[T]") -> None:
+    def note_failure(task: "asyncio.Task[T]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             failed.append(error)
 
     for task in tasks:
-        task.add_done_callback(note)
+        task.add_done_callback(note_failure)
     try:
         if tasks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -15,7 +15,7 @@ from chat_tokenizers import CHATML, byte_tokenizer
 from endpoint_rig import Rig, Speaker, closed, serve
 from played_programs import LIMITS, Policy
 
-from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace, Sessions
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionMember, Sessions
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.testing.fakes import make_prompt
 
@@ -33,8 +33,8 @@ def rig() -> Iterator[Rig]:
 @pytest.fixture
 def held(rig: Rig):
     """A session of a run's, whose rewards are at most 2."""
-    place = SessionPlace(prompt=make_prompt(3), label="g3", member=0)
-    session = rig.sessions.open(rig.sampler, place, LIMITS, SessionLimits(max_reward=2.0))
+    member = SessionMember(prompt=make_prompt(3), label="g3", index=0)
+    session = rig.sessions.open(rig.sampler, member, LIMITS, SessionLimits(max_reward=2.0))
     yield session
     session.finish()
 
@@ -72,11 +72,11 @@ def test_the_reward_key_is_told_once(rig, held):
 def test_the_reward_key_is_not_told_once_the_policy_has_been_asked():
     """Nothing that the policy has written can have run before."""
     session = Sessions().open(
-        Policy(), SessionPlace(prompt=make_prompt(3), label="g5"), LIMITS, SessionLimits()
+        Policy(), SessionMember(prompt=make_prompt(3), label="g5"), LIMITS, SessionLimits()
     )
-    asyncio.run(session.draw(np.array([1])))
+    asyncio.run(session.sample(np.array([1])))
     with pytest.raises(RolloutError, match="calls were made"):
-        session.tell_reward_key()
+        session.take_reward_key()
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_the_commands_of_the_soak_reward_their_sessions(rig):
     program = Path(__file__).parents[2] / "benchmarks" / "misbehaving.py"
     plays = f"import runpy; play = runpy.run_path({str(program)!r})['play_by_command']"
     plays += "; play.__globals__['misbehaves'] = lambda faults: ''; raise SystemExit(play())"
-    place = SessionPlace(prompt=make_prompt(3), label="g4", member=0)
+    member = SessionMember(prompt=make_prompt(3), label="g4", index=0)
     limits = replace(LIMITS, max_length=128, max_new_tokens=8)
-    session = rig.sessions.open(rig.sampler, place, limits, SessionLimits())
+    session = rig.sessions.open(rig.sampler, member, limits, SessionLimits())
     rig.sampler.texts[:] = ["four"]
     own = {"OPENAI_BASE_URL": f"{rig.endpoint.address}/v1", "OPENAI_API_KEY": session.key}
     done = subprocess.run(

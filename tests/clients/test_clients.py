@@ -15,7 +15,7 @@ from scripted_policy import PRICE, QUOTE, THOUGHT, Dictated, Scripted
 
 from jaxrl_async.config import schema
 from jaxrl_async.endpoint.sampling_request import CallerLimits
-from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionMember
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
@@ -250,8 +250,8 @@ def test_a_session_is_what_was_sampled(driven: Driven, mode: str, sampled: Rig) 
         max_new_tokens=ANSWER,
         max_length=LENGTH,
     )
-    place = SessionPlace(prompt=make_prompt(3), label=f"{driven.name}-{mode}", member=0)
-    session = sampled.sessions.open(sampler, place, limits, SessionLimits())
+    member = SessionMember(prompt=make_prompt(3), label=f"{driven.name}-{mode}", index=0)
+    session = sampled.sessions.open(sampler, member, limits, SessionLimits())
     before = len(sampler.requests)
     try:
         result = driven(mode, sampled.endpoint.address, session.key, "tiny")

@@ -1277,7 +1277,7 @@ GROUPS = (
             ("{{0,{MAX_CALLS - 1}}}", "{{0,{MAX_CALLS}}}"),
             ('if marks.thinking == "may" else ""', 'if marks.thinking == "open" else ""'),
             ("if text in marks.tokens else json.dumps(text)", "if False else json.dumps(text)"),
-            ("if bare and beside_json:", "if False:"),
+            ("if bare and or_json:", "if False:"),
             ('f"#/properties/parameters{ref[1:]}"', "ref"),
         ),
     ),
@@ -1315,7 +1315,7 @@ GROUPS = (
         ("data/test_token_bytes.py",),
         (
             ("(self._open + new[:1])", "new[:1]"),
-            ("        if new:\n            place +=", "        if True:\n            place +="),
+            ("        if new:\n            offset +=", "        if True:\n            offset +="),
         ),
     ),
     Group(
@@ -1691,9 +1691,9 @@ GROUPS = (
         "tasks/turn_match",
         ("tasks/test_turn_match.py",),
         (
-            ("if len(calls) != len(wanted):", "if len(calls) < len(wanted):"),
+            ("if len(calls) != len(expected):", "if len(calls) < len(expected):"),
             (
-                "if other not in partner or placed(partner[other], seen):",
+                "if other not in partner or assigned(partner[other], seen):",
                 "if other not in partner:",
             ),
             ("if k not in rules.ignored", "if k in rules.ignored"),
@@ -1714,7 +1714,7 @@ GROUPS = (
             ("messages[:at]]", "messages[: at + 1]]"),
             ("min(of_one) == max(of_one)", "min(of_one) == 0"),
             ("/ len(of_one) >= max_mean", "/ len(of_one) > max_mean"),
-            ("if place[0] < first]", "if place[0] <= first]"),
+            ("if position[0] < first]", "if position[0] <= first]"),
         ),
     ),
     Group(

@@ -102,7 +102,7 @@ def test_bytes_joined_are_the_text_and_each_token_begins_where_they_say(kind, te
     assert tokenizer.decode(ids) == text
     expected = [max(0, offset - len(before)) for offset in offsets_by_bytes(before + text, pieces)]
     for bytes_of in {None, tokenizer.bytes_in_text}:
-        assert TextFlow(tokenizer.decode, bytes_of=bytes_of).places(ids) == expected
+        assert TextFlow(tokenizer.decode, bytes_of=bytes_of).offsets(ids) == expected
     assert (tokenizer.bytes_in_text is None) == (kind != "bytes")
 
 
@@ -123,7 +123,7 @@ def test_special_tokens_and_ids_without_one():
     assert b"".join(map(letters.token_bytes, letters.encode("12+3=").tolist())) == b"12+3="
     ids = [*tokenizer.encode("a😀").tolist(), end, *tokenizer.encode("b").tolist()]
     for bytes_of in (None, tokenizer.bytes_in_text):
-        offsets = TextFlow(tokenizer.decode, bytes_of=bytes_of).places(ids)
+        offsets = TextFlow(tokenizer.decode, bytes_of=bytes_of).offsets(ids)
         assert offsets[0] == 0 and offsets[-1] == offsets[-2] == 2  # an end token has no text
 
 
@@ -148,7 +148,7 @@ def ids_of_bytes(tokenizer: Tokenizer, text: bytes) -> list[int]:
 def test_bytes_that_are_no_character_have_offsets_of_their_own(text, offsets):
     tokenizer = byte_tokenizer(None)
     flow = TextFlow(tokenizer.decode, bytes_of=tokenizer.bytes_in_text)
-    assert flow.places(ids_of_bytes(tokenizer, text)) == offsets
+    assert flow.offsets(ids_of_bytes(tokenizer, text)) == offsets
 
 
 @pytest.mark.full
@@ -165,7 +165,7 @@ def test_a_token_begins_in_the_last_character_of_the_text_up_to_its_first_byte(d
         whole += b"" if token == end else tokenizer.token_bytes(token)
         expected.append(max(0, len(whole.decode("utf-8", "replace")) - 1))
     assert tokenizer.decode(ids) == whole.decode("utf-8", "replace")
-    offsets = flow.places(ids)
+    offsets = flow.offsets(ids)
     assert [p for p, i in zip(offsets, ids, strict=True) if i != end] == [
         w for w, i in zip(expected, ids, strict=True) if i != end
     ]

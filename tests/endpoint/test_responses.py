@@ -12,7 +12,7 @@ from endpoint_rig import SECTION, Rig, Speaker, closed, serve, tiny_policy
 
 from jaxrl_async.endpoint.sampling_request import CallerLimits
 from jaxrl_async.endpoint.service import EndpointLimits
-from jaxrl_async.endpoint.sessions import SessionLimits, SessionPlace
+from jaxrl_async.endpoint.sessions import SessionLimits, SessionMember
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.testing.fakes import make_prompt
 from jaxrl_async.types import EpisodeLimits, Request, SamplingParams
@@ -30,7 +30,7 @@ WANTS_TOOL, SAYS = f"<think>\nlet me see\n</think>\n\nI add. {CALL}", "It is 3."
 
 
 @pytest.fixture
-def talking() -> Iterator[Rig]:
+def scripted() -> Iterator[Rig]:
     tokenizer = byte_tokenizer(QWEN3)
     terms = CallerLimits(
         sampling=SamplingParams(),
@@ -50,21 +50,21 @@ def session_of(rig: Rig):
         max_new_tokens=4096,
         max_length=10**6,
     )
-    place = SessionPlace(prompt=make_prompt(1), label="g1")
-    return rig.sessions.open(rig.sampler, place, limits, SessionLimits())
+    member = SessionMember(prompt=make_prompt(1), label="g1")
+    return rig.sessions.open(rig.sampler, member, limits, SessionLimits())
 
 
 def prompts(rig: Rig) -> list[list[int]]:
     return [r.token_ids.tolist() for r in rig.sampler.requests]
 
 
-def answered(rig: Rig, client: openai.OpenAI, stream: bool, **asked):
+def answered(rig: Rig, client: openai.OpenAI, stream: bool, **fields):
     """A response, whole or put together by the client from its events."""
     if not stream:
-        return client.responses.create(model="m", **asked)
-    if "max_output_tokens" in asked:  # the client's own helper takes complete responses only
-        return list(client.responses.create(model="m", stream=True, **asked))[-1].response
-    with client.responses.stream(model="m", **asked) as events:
+        return client.responses.create(model="m", **fields)
+    if "max_output_tokens" in fields:  # the client's own helper takes complete responses only
+        return list(client.responses.create(model="m", stream=True, **fields))[-1].response
+    with client.responses.stream(model="m", **fields) as events:
         kinds = [event.type for event in events]
         final = events.get_final_response()
     assert kinds[:2] == ["response.created", "response.in_progress"]
@@ -74,13 +74,13 @@ def answered(rig: Rig, client: openai.OpenAI, stream: bool, **asked):
 @pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["id", "items"])
-def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
-    """In a session, whose episode is one sequence: nothing drawn was tokenised again."""
-    talking.sampler.texts = [WANTS_TOOL, SAYS]
-    session = session_of(talking)
-    asked = {"instructions": "Be brief.", "tools": TOOLS}
-    with openai.OpenAI(base_url=talking.openai.base_url, api_key=session.key) as client:
-        first = answered(talking, client, stream, input="1+2?", **asked)
+def test_a_tool_is_called_and_answered(scripted: Rig, stream: bool, by: str):
+    """In a session, whose episode is one sequence: nothing sampled was tokenised again."""
+    scripted.sampler.texts = [WANTS_TOOL, SAYS]
+    session = session_of(scripted)
+    fields = {"instructions": "Be brief.", "tools": TOOLS}
+    with openai.OpenAI(base_url=scripted.openai.base_url, api_key=session.key) as client:
+        first = answered(scripted, client, stream, input="1+2?", **fields)
         assert first.status == "completed" and first.output_text == "I add."
         assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
         thought, _, call = first.output
@@ -90,14 +90,14 @@ def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
         if by == "id":
             more = {"previous_response_id": first.id, "input": [result]}
         else:
-            said = [item.model_dump(exclude_none=True) for item in first.output]
-            more = {"input": [{"role": "user", "content": "1+2?"}, *said, result], "store": False}
-        second = answered(talking, client, stream, **more, **asked)
-    assert second.output_text == SAYS and second.usage.input_tokens == len(prompts(talking)[1])
-    one, two = prompts(talking)
-    drawn = [*talking.tokenizer.encode(WANTS_TOOL).tolist(), talking.tokenizer.eos_ids[0]]
-    assert two[: len(one) + len(drawn)] == one + drawn
-    text = talking.tokenizer.decode_all(two)
+            items = [item.model_dump(exclude_none=True) for item in first.output]
+            more = {"input": [{"role": "user", "content": "1+2?"}, *items, result], "store": False}
+        second = answered(scripted, client, stream, **more, **fields)
+    assert second.output_text == SAYS and second.usage.input_tokens == len(prompts(scripted)[1])
+    one, two = prompts(scripted)
+    sampled = [*scripted.tokenizer.encode(WANTS_TOOL).tolist(), scripted.tokenizer.eos_ids[0]]
+    assert two[: len(one) + len(sampled)] == one + sampled
+    text = scripted.tokenizer.decode_all(two)
     assert "Be brief." in text and "<tool_response>" in text and '"name": "add"' in text
     session.finish()
     episode = session.episode()
@@ -105,10 +105,10 @@ def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
 
 
 @pytest.mark.full
-def test_events_of_a_stream_are_numbered_and_are_the_whole(talking: Rig):
-    talking.sampler.texts = [WANTS_TOOL]
+def test_events_of_a_stream_are_numbered_and_are_the_whole(scripted: Rig):
+    scripted.sampler.texts = [WANTS_TOOL]
     events = list(
-        talking.openai.responses.create(model="m", input="1+2?", tools=TOOLS, stream=True)
+        scripted.openai.responses.create(model="m", input="1+2?", tools=TOOLS, stream=True)
     )
     assert [e.sequence_number for e in events] == list(range(len(events)))
     texts = {
@@ -128,18 +128,18 @@ def test_events_of_a_stream_are_numbered_and_are_the_whole(talking: Rig):
 
 
 @pytest.mark.full
-def test_a_guest_continues_by_id_alone(talking: Rig):
-    talking.sampler.texts = ["One.", "Two.", "Other.", "Anew."]
-    ask = talking.openai.responses.create
+def test_a_guest_continues_by_id_alone(scripted: Rig):
+    scripted.sampler.texts = ["One.", "Two.", "Other.", "Anew."]
+    ask = scripted.openai.responses.create
     first = ask(model="m", input="Count")
     second = ask(model="m", input="More", previous_response_id=first.id)
     other = ask(model="m", input="Else", previous_response_id=first.id)
     assert [r.output_text for r in (first, second, other)] == ["One.", "Two.", "Other."]
-    one, two, three = prompts(talking)
-    drawn = [*talking.tokenizer.encode("One.").tolist(), talking.tokenizer.eos_ids[0]]
-    assert two[: len(one) + len(drawn)] == three[: len(one) + len(drawn)] == one + drawn
+    one, two, three = prompts(scripted)
+    sampled = [*scripted.tokenizer.encode("One.").tolist(), scripted.tokenizer.eos_ids[0]]
+    assert two[: len(one) + len(sampled)] == three[: len(one) + len(sampled)] == one + sampled
     assert second.previous_response_id == first.id
-    assert talking.endpoint.counts().continued == 2
+    assert scripted.endpoint.counts().continued == 2
     ask(model="m", input="Count", store=False)
     for unknown in ("resp_0123_7", "resp_x", "nonsense"):
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
@@ -147,11 +147,11 @@ def test_a_guest_continues_by_id_alone(talking: Rig):
 
 
 @pytest.mark.full
-def test_a_session_that_continues_by_id_records_the_whole_conversation(talking: Rig):
-    """Its reward functions and teachers read what it was asked and what it said before."""
-    talking.sampler.texts, session = ["one", "two"], session_of(talking)
+def test_a_session_that_continues_by_id_records_the_whole_conversation(scripted: Rig):
+    """Its reward functions and teachers read the conversation and what it answered before."""
+    scripted.sampler.texts, session = ["one", "two"], session_of(scripted)
     client = openai.OpenAI(
-        base_url=f"{talking.endpoint.address}/v1", api_key=session.key, max_retries=0
+        base_url=f"{scripted.endpoint.address}/v1", api_key=session.key, max_retries=0
     )
     with client:
         first = client.responses.create(model="m", instructions="Be brief.", input="q1")
@@ -191,18 +191,18 @@ def test_unnamed_responses_do_not_crowd_out_a_named_conversation():
         ask(model="m", input="More", previous_response_id=unnamed[0].id)
     speaker.texts = ["Passing."] * 3 + ["Kept."]
     for _ in range(3):
-        ask(model="m", input="Hi", store=False)  # nothing can follow: they take no place
+        ask(model="m", input="Hi", store=False)  # nothing can follow: they take no slot
     assert ask(model="m", input="More", previous_response_id=unnamed[-1].id).output_text == "Kept."
     closed(rig)
 
 
 @pytest.mark.full
-def test_an_answer_that_is_cut_off_is_incomplete(talking: Rig):
-    talking.sampler.texts = ["a long answer"] * 2
+def test_an_answer_that_is_cut_off_is_incomplete(scripted: Rig):
+    scripted.sampler.texts = ["a long answer"] * 2
     for stream in (False, True):
-        cut = answered(talking, talking.openai, stream, input="Hi", max_output_tokens=4)
-        drawn = talking.tokenizer.encode("a long answer")[:4]
-        assert cut.status == "incomplete" and cut.output_text == talking.tokenizer.decode(drawn)
+        cut = answered(scripted, scripted.openai, stream, input="Hi", max_output_tokens=4)
+        sampled = scripted.tokenizer.encode("a long answer")[:4]
+        assert cut.status == "incomplete" and cut.output_text == scripted.tokenizer.decode(sampled)
         assert cut.incomplete_details.reason == "max_output_tokens"
         assert cut.usage.output_tokens == 4
 
@@ -230,15 +230,15 @@ def test_an_answer_that_is_cut_off_is_incomplete(talking: Rig):
         ({"input": "x", "n": 2}, "n"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(talking: Rig, body, field):
-    reply = talking.http.post("/v1/responses", json=body)
+def test_what_cannot_be_served_is_refused_by_name(scripted: Rig, body, field):
+    reply = scripted.http.post("/v1/responses", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field), reply.text
 
 
 @pytest.mark.full
-def test_what_a_coding_agent_sends_is_taken(talking: Rig):
+def test_what_a_coding_agent_sends_is_taken(scripted: Rig):
     """Fields that ask for nothing that changes the answer."""
-    talking.sampler.texts = ["Done."]
+    scripted.sampler.texts = ["Done."]
     body = {
         "model": "m",
         "instructions": "You are a coding agent.",
@@ -260,20 +260,20 @@ def test_what_a_coding_agent_sends_is_taken(talking: Rig):
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "p",
     }  # fmt: skip
-    reply = talking.http.post("/v1/responses", json=body)
+    reply = scripted.http.post("/v1/responses", json=body)
     assert reply.status_code == 200 and '"type":"response.completed"' in reply.text
-    text = talking.tokenizer.decode_all(np.array(prompts(talking)[0]))
-    places = [text.index(part) for part in ("coding agent", "Permissions", "Fix it", "add")]
-    assert places[:3] == sorted(places[:3]) and "<tool_response>" in text
+    text = scripted.tokenizer.decode_all(np.array(prompts(scripted)[0]))
+    offsets = [text.index(part) for part in ("coding agent", "Permissions", "Fix it", "add")]
+    assert offsets[:3] == sorted(offsets[:3]) and "<tool_response>" in text
 
 
 @pytest.mark.exhaustive
-def test_a_response_draws_what_the_sampler_draws():
+def test_a_response_returns_what_the_sampler_samples():
     with Sampler(tiny_policy(), section=SECTION, seed=5) as sampler:
         rig = serve(sampler, byte_tokenizer(CHATML))
         try:
-            asked = {"input": "Hi", "max_output_tokens": 12, "temperature": 0.8}
-            whole = rig.openai.responses.create(model="m", extra_body={"seed": 7}, **asked)
+            fields = {"input": "Hi", "max_output_tokens": 12, "temperature": 0.8}
+            whole = rig.openai.responses.create(model="m", extra_body={"seed": 7}, **fields)
             prompt = rig.tokenizer.encode(
                 "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
             ).astype(np.int32)
@@ -283,10 +283,10 @@ def test_a_response_draws_what_the_sampler_draws():
                 sampling=SamplingParams(temperature=0.8),
             )  # fmt: skip
             (done,) = sampler.generate([request])
-            said = rig.desk.served.chat.message(done.token_ids, ())
-            assert whole.output_text == said["content"]
+            expected = rig.service.served.chat.message(done.token_ids, ())
+            assert whole.output_text == expected["content"]
             assert whole.usage.output_tokens == len(done.token_ids)
-            streamed = answered(rig, rig.openai, True, extra_body={"seed": 7}, **asked)
+            streamed = answered(rig, rig.openai, True, extra_body={"seed": 7}, **fields)
             assert streamed.output_text == whole.output_text
         finally:
             closed(rig)

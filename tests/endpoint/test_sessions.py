@@ -1,4 +1,4 @@
-"""Sessions and programs, with a policy that answers as it is told."""
+"""Sessions and programs, with a policy that answers as it is scripted."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from jaxrl_async.endpoint.sessions import (
     STOPPING,
     PolicySession,
     SessionLimits,
-    SessionPlace,
+    SessionMember,
     Sessions,
 )
 from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, SessionEnded, SessionLimit
@@ -33,21 +33,21 @@ from jaxrl_async.types import SamplingParams, Score, StopReason
 
 
 def opened(policy=None, *, clock=time.monotonic, **bounds) -> PolicySession:
-    place = SessionPlace(prompt=make_prompt(3), label="g5", member=2)
+    member = SessionMember(prompt=make_prompt(3), label="g5", index=2)
     sessions = Sessions(clock=clock)
-    return sessions.open(policy or Policy(), place, LIMITS, SessionLimits(**bounds))
+    return sessions.open(policy or Policy(), member, LIMITS, SessionLimits(**bounds))
 
 
-def drawn(session, *tokens, **wish):
-    return asyncio.run(session.draw(np.array(tokens), **wish))
+def sample(session, *tokens, **options):
+    return asyncio.run(session.sample(np.array(tokens), **options))
 
 
 def test_a_linear_conversation_asks_as_an_environments_turns_do():
     policy = Policy()
     session = opened(policy)
-    first = drawn(session, 1, 2)
-    drawn(session, 1, 2, *first.token_ids, 7, stop_token_ids=(5, 0), max_new_tokens=3)
-    drawn(session, 1, 2)
+    first = sample(session, 1, 2)
+    sample(session, 1, 2, *first.token_ids, 7, stop_token_ids=(5, 0), max_new_tokens=3)
+    sample(session, 1, 2)
     ids = [r.request_id for r in policy.requests]
     assert ids == ["g5/m2/t0", "g5/m2/t1", "g5/m2/t2"] and first.request_id == ids[0]
     assert {r.key for r in policy.requests} == {(3, 2)}
@@ -64,32 +64,32 @@ def test_a_linear_conversation_asks_as_an_environments_turns_do():
 def test_the_runs_distribution_holds_unless_callers_may_choose():
     policy, other = Policy(), SamplingParams(temperature=0.1)
     session = opened(policy)
-    drawn(session, 1, sampling=other, seed=5)
-    drawn(session, 1, sampling=LIMITS.sampling)
+    sample(session, 1, sampling=other, seed=5)
+    sample(session, 1, sampling=LIMITS.sampling)
     assert {r.sampling for r in policy.requests} == {LIMITS.sampling}
     assert session.counts().overridden_calls == 1
     free = opened(policy, own_sampling=True)
-    one, two = (drawn(free, 4, sampling=other, seed=5) for _ in range(2))
+    one, two = (sample(free, 4, sampling=other, seed=5) for _ in range(2))
     assert policy.requests[-1].sampling == other and policy.requests[-1].key == (5, 0)
     np.testing.assert_array_equal(one.token_ids, two.token_ids)
 
 
 def test_limits_end_the_episode_as_cut_off_and_say_which():
     session = opened(max_calls=1)
-    drawn(session, 1)
+    sample(session, 1)
     with pytest.raises(SessionLimit, match="1 calls"):
-        drawn(session, 1)
+        sample(session, 1)
     assert session.episode().stop is StopReason.LENGTH and "max_calls" in session.exhausted
     session = opened(max_tokens=7)
-    first = drawn(session, 1)
+    first = sample(session, 1)
     assert len(first.token_ids) == 3
-    assert len(drawn(session, 1, *first.token_ids, 8).token_ids) == 2  # what is left
+    assert len(sample(session, 1, *first.token_ids, 8).token_ids) == 2  # what is left
     with pytest.raises(SessionLimit, match=r"7 tokens \(max_tokens\)"):
-        drawn(session, 1)
+        sample(session, 1)
     session = opened()
     session.exhaust("too long a prompt")
     with pytest.raises(SessionLimit, match="no room"):
-        drawn(session, *range(1, 13))
+        sample(session, *range(1, 13))
     assert session.exhausted == "too long a prompt"
     assert session.too_long
     unplayed = session.episode()
@@ -101,9 +101,9 @@ def test_limits_end_the_episode_as_cut_off_and_say_which():
 def test_garbage_is_refused_and_leaves_nothing(tokens):
     session = opened()
     with pytest.raises(RolloutError, match="one row of token ids"):
-        asyncio.run(session.draw(np.array(tokens)))
+        asyncio.run(session.sample(np.array(tokens)))
     with pytest.raises(RolloutError, match="max_new_tokens"):
-        drawn(session, 1, max_new_tokens=0)
+        sample(session, 1, max_new_tokens=0)
     assert session.counts().calls == 0
 
 
@@ -111,24 +111,24 @@ def test_time_limits_count_from_the_last_call_and_from_the_beginning():
     clock = VirtualClock()
     session = opened(clock=clock, idle_s=10, total_s=25)
     clock.advance(9)
-    drawn(session, 1)
+    sample(session, 1)
     clock.advance(9)
     assert session.remaining_s() == 1 and not session.expire()
     clock.advance(1)
     assert session.expire() and "abandoned" in session.ended and not session.expire()
     held = opened(Policy(hold=True), clock=clock, idle_s=10, total_s=25)
 
-    async def drawing():
-        task = asyncio.ensure_future(held.draw(np.array([1])))
+    async def sample_late():
+        task = asyncio.ensure_future(held.sample(np.array([1])))
         await asyncio.sleep(0)
         clock.advance(24)
-        assert held.remaining_s() == 1 and held.drawing_s() == 24
+        assert held.remaining_s() == 1 and held.sampling_s() == 24
         clock.advance(1)
         assert held.expire()
         with pytest.raises(SessionEnded, match="more than 25 s"):
             await task
 
-    asyncio.run(drawing())
+    asyncio.run(sample_late())
     assert held.counts().cancelled_calls == 1
 
 
@@ -137,7 +137,7 @@ def test_a_caller_that_goes_cancels_its_call_alone():
     session = opened(policy)
 
     async def leave():
-        tasks = [asyncio.ensure_future(session.draw(np.array([t]))) for t in (1, 2)]
+        tasks = [asyncio.ensure_future(session.sample(np.array([t]))) for t in (1, 2)]
         await asyncio.sleep(0)
         tasks[0].cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -155,16 +155,16 @@ def test_a_caller_that_goes_cancels_its_call_alone():
 def test_late_calls_are_refused_with_the_reason_also_by_key():
     counted = Counter()
     sessions = Sessions(max_open=2, count=lambda name, number: counted.update({name: number}))
-    place = SessionPlace(prompt=make_prompt(), label="g0")
-    session = sessions.open(Policy(), place, LIMITS, SessionLimits())
+    member = SessionMember(prompt=make_prompt(), label="g0")
+    session = sessions.open(Policy(), member, LIMITS, SessionLimits())
     assert sessions.find(session.key) is session and len(session.key) >= 32
-    heard = []
-    session.on_end(heard.append)
+    reasons = []
+    session.on_end(reasons.append)
     session.finish()
     session.end("something else")
-    session.on_end(heard.append)
-    assert heard == ["it was finished"] * 2
-    for late in (lambda: drawn(session, 1), lambda: session.reward(1)):
+    session.on_end(reasons.append)
+    assert reasons == ["it was finished"] * 2
+    for late in (lambda: sample(session, 1), lambda: session.reward(1)):
         with pytest.raises(SessionEnded, match="it was finished"):
             late()
     assert session.counts().late_calls == 2
@@ -173,25 +173,25 @@ def test_late_calls_are_refused_with_the_reason_also_by_key():
     with pytest.raises(SessionEnded, match="no session has this key"):
         sessions.find("guess")
     assert counted == {"late_calls": 1}  # the two above are the session's own to count
-    both = [sessions.open(Policy(), place, LIMITS, SessionLimits()) for _ in range(2)]
+    both = [sessions.open(Policy(), member, LIMITS, SessionLimits()) for _ in range(2)]
     with pytest.raises(RolloutError, match="2 sessions are open"):
-        sessions.open(Policy(), place, LIMITS, SessionLimits())
+        sessions.open(Policy(), member, LIMITS, SessionLimits())
     sessions.close()
     assert {s.ended for s in both} == {"the run is stopping"} and sessions.all() == ()
     with pytest.raises(Closed, match="the run is stopping"):
         sessions.find(both[0].key)
     assert counted == {"late_calls": 1}  # no fault of the program's
     with pytest.raises(Closed):
-        sessions.open(Policy(), place, LIMITS, SessionLimits())
+        sessions.open(Policy(), member, LIMITS, SessionLimits())
 
 
 def test_why_a_session_ended_is_known_of_the_last_ones():
     sessions = Sessions(max_open=2)
-    place = SessionPlace(prompt=make_prompt(), label="g0")
-    ended = [sessions.open(Policy(), place, LIMITS, SessionLimits()) for _ in range(2)]
+    member = SessionMember(prompt=make_prompt(), label="g0")
+    ended = [sessions.open(Policy(), member, LIMITS, SessionLimits()) for _ in range(2)]
     ended[1].finish()
     ended[0].finish()
-    ended.append(sessions.open(Policy(), place, LIMITS, SessionLimits()))
+    ended.append(sessions.open(Policy(), member, LIMITS, SessionLimits()))
     ended[2].finish()
     reasons = ("it was finished", "no session has this key", "it was finished")
     for session, reason in zip(ended, reasons, strict=True):
@@ -199,29 +199,29 @@ def test_why_a_session_ended_is_known_of_the_last_ones():
             sessions.find(session.key)
 
 
-def test_a_member_whose_group_ends_as_the_run_stops_is_told_that_the_run_stops():
+def test_a_member_whose_group_ends_as_the_run_stops_ends_for_that_reason():
     """The first member that hears of the stop gives its group up; others hear of that before."""
     sessions, policy = Sessions(), Policy()
-    bounds, place = SessionLimits(), SessionPlace(prompt=make_prompt(), label="g0")
-    first, second, done = (sessions.open(policy, place, LIMITS, bounds) for _ in range(3))
+    bounds, member = SessionLimits(), SessionMember(prompt=make_prompt(), label="g0")
+    first, second, done = (sessions.open(policy, member, LIMITS, bounds) for _ in range(3))
     first.on_end(lambda _: (second.end("its program has ended"), done.finish()))
     sessions.close()
     assert (first.ended, second.ended) == (STOPPING, STOPPING) and done.ended == FINISHED
     with pytest.raises(Closed, match="stopping"):
-        drawn(second, 1)
+        sample(second, 1)
 
 
 def test_rewards_of_the_whole_and_of_calls_become_the_score():
     session = opened()
-    first = drawn(session, 1)
-    drawn(session, 1, *first.token_ids, 6)
+    first = sample(session, 1)
+    sample(session, 1, *first.token_ids, 6)
     session.reward(3.0, parts={"correct": 1.0})
     session.reward(2, parts={"correct": 0.5})  # again: the last word counts
     session.reward(0.25, call=first.request_id)
     score = session.episode().score
     assert score.reward == 2 and score.parts == {"correct": 0.5}
     assert score.token_rewards.tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0]
-    for value, wish in (
+    for value, options in (
         (float("nan"), {}),
         ("1", {}),
         (True, {"parts": {"correct": 2}}),
@@ -233,15 +233,15 @@ def test_rewards_of_the_whole_and_of_calls_become_the_score():
         (1, {"call": first.request_id, "parts": {"x": 1}}),
     ):
         with pytest.raises(RolloutError):
-            session.reward(value, **wish)
+            session.reward(value, **options)
     assert session.episode().score.reward == 2
 
 
-def test_what_comes_after_a_stop_text_was_never_drawn():
+def test_what_comes_after_a_stop_text_was_never_sampled():
     session = opened()
-    done = drawn(session, 1, cut=lambda ids: 2)
+    done = sample(session, 1, cut=lambda ids: 2)
     assert len(done.token_ids) == 2 and done.stop is StopReason.EOS
-    assert len(drawn(session, 1, *done.token_ids, 5, cut=lambda ids: None).token_ids) == 3
+    assert len(sample(session, 1, *done.token_ids, 5, cut=lambda ids: None).token_ids) == 3
     episode = session.episode()
     assert episode.starts == (0,) and episode.num_drawn == 5
 
@@ -258,7 +258,7 @@ def test_threads_with_loops_of_their_own_and_an_end_lose_and_invent_no_call(seed
             prompt = [*choose.choice(known), *choose.choices(range(1, 5), k=choose.randint(0, 2))]
             with contextlib.suppress(SessionLimit, TimeoutError):
                 async with asyncio.timeout(choose.choice([0.0005, 5])):
-                    done = await session.draw(np.array(prompt[:11]))
+                    done = await session.sample(np.array(prompt[:11]))
                 with lock:
                     got.append((prompt[:11], done.token_ids.tolist()))
                 known.append([*prompt[:11], *done.token_ids.tolist()][:10])
@@ -289,24 +289,24 @@ def test_threads_with_loops_of_their_own_and_an_end_lose_and_invent_no_call(seed
 
 
 def calls_in(episode):
-    """What each call saw and drew, from the episode alone."""
+    """What each call saw and sampled, from the episode alone."""
     calls = []
     bounds = [*episode.starts, len(episode.token_ids)]
     for a, b in itertools.pairwise(bounds):
         tokens, mask = episode.token_ids[a:b].tolist(), episode.drawn[a:b]
-        # every call draws three tokens, the last of which ends it, or is cut by the length
-        place = 0
-        while place < len(tokens):
-            if not mask[place]:
-                place += 1
+        # every call samples three tokens, the last of which ends it, or is cut by the length
+        start = 0
+        while start < len(tokens):
+            if not mask[start]:
+                start += 1
                 continue
-            end = place
+            end = start
             while end < len(tokens) and mask[end]:
                 end += 1
                 if tokens[end - 1] == 0 or end == LIMITS.max_length:
                     break
-            calls.append((tokens[:place], tokens[place:end]))
-            place = end
+            calls.append((tokens[:start], tokens[start:end]))
+            start = end
     return calls
 
 
@@ -327,20 +327,20 @@ def test_a_program_that_is_not_async_runs_in_a_thread():
 
     def program(agent):
         assert threading.current_thread().name == "program-g5/m0"
-        asyncio.run(sessions.find(agent.api_key).draw(np.array([1])))
+        asyncio.run(sessions.find(agent.api_key).sample(np.array([1])))
         return {"correct": 1, "short": -0.5}
 
     ((episode,), _) = played(programs(program, sessions=sessions))
     assert episode.score.reward == 0.5 and episode.score.parts["correct"] == 1
 
 
-def test_what_is_returned_replaces_what_was_said_of_the_whole_and_none_keeps_it():
+def test_what_is_returned_replaces_the_reward_of_the_whole_and_none_keeps_it():
     sessions = Sessions()
 
     def saying(result):
         async def program(agent):
             session = sessions.find(agent.api_key)
-            done = await session.draw(np.array([1]))
+            done = await session.sample(np.array([1]))
             session.reward(0.5, call=done.request_id)
             session.reward(7.0)
             return result
@@ -354,24 +354,24 @@ def test_what_is_returned_replaces_what_was_said_of_the_whole_and_none_keeps_it(
 
 
 @pytest.mark.parametrize(
-    ("program", "error", "said", "counted"),
+    ("program", "error", "text", "counted"),
     [
         ("raises", RolloutError, "ValueError: no", {"failed_programs": 1}),
         ("exits", RolloutError, "SystemExit", {"failed_programs": 1}),
         ("cancels itself", RolloutError, "CancelledError", {"failed_programs": 1}),
-        ("draws nothing", RolloutError, "no call sampled any token", {}),
+        ("samples nothing", RolloutError, "no call sampled any token", {}),
         ("sleeps", RolloutTimeout, "0.05 s \\(abandoned\\)", {"session_timeouts": 1}),
         ("returns words", RolloutError, "finite number", {}),
     ],
 )
-def test_how_programs_fail(program, error, said, counted):
+def test_how_programs_fail(program, error, text, counted):
     sessions, counts = Sessions(), {}
 
     async def run(agent):
         session = sessions.find(agent.api_key)
-        if program == "draws nothing":
+        if program == "samples nothing":
             return 1.0
-        await session.draw(np.array([1]))
+        await session.sample(np.array([1]))
         if program == "raises":
             raise ValueError("no")
         if program == "exits":
@@ -385,7 +385,7 @@ def test_how_programs_fail(program, error, said, counted):
     def count(name, number):
         counts[name] = counts.get(name, 0) + number
 
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=text):
         played(programs(run, count, sessions, idle_s=0.05))
     assert counts == counted and sessions.all() == ()
 
@@ -407,37 +407,37 @@ def test_a_record_that_is_too_long_for_a_program_is_an_episode_without_an_answer
 
     async def program(agent):
         with contextlib.suppress(SessionLimit) if swallows else contextlib.nullcontext():
-            await sessions.find(agent.api_key).draw(np.arange(1, 30))
+            await sessions.find(agent.api_key).sample(np.arange(1, 30))
         return 0.25
 
     ((episode,), _) = played(programs(program, counts.__setitem__, sessions))
     assert episode.token_ids.tolist() == list(range(1, 13)) and not episode.num_drawn
     assert episode.stop is StopReason.LENGTH
     assert episode.score is None or (swallows and episode.score.total == 0.25)
-    told = {"exhausted_sessions": 1, "long_openings": 1}
-    assert counts == (told if swallows else {"failed_programs": 1, **told})
+    exhausted = {"exhausted_sessions": 1, "long_openings": 1}
+    assert counts == (exhausted if swallows else {"failed_programs": 1, **exhausted})
 
 
-def test_a_program_is_told_the_system_prompt_with_its_messages():
-    asked = []
-    said = {"role": "system", "content": "be brief"}
+def test_a_program_gets_the_system_prompt_with_its_messages():
+    received = []
+    system = {"role": "system", "content": "be brief"}
 
-    def told(**change):
+    def messages_with(**change):
         sessions = Sessions()
 
         async def program(agent):
-            asked.append(agent.messages)
-            await sessions.find(agent.api_key).draw(np.array([1]))
+            received.append(agent.messages)
+            await sessions.find(agent.api_key).sample(np.array([1]))
 
         made = programs(program, sessions=sessions)
         made.system_prompt = "be brief"
         played(made, prompt=replace(make_prompt(3), text="hi", **change))
-        return asked[-1]
+        return received[-1]
 
     user, own = {"role": "user", "content": "hi"}, {"role": "system", "content": "own"}
-    assert told() == (said, user)
-    assert told(messages=(user, user)) == (said, user, user)
-    assert told(messages=(own, user)) == (own, user)
+    assert messages_with() == (system, user)
+    assert messages_with(messages=(user, user)) == (system, user, user)
+    assert messages_with(messages=(own, user)) == (own, user)
 
 
 def test_a_limit_ends_the_episode_whatever_the_program_does_then():
@@ -453,8 +453,8 @@ def test_one_members_failure_ends_the_others_programs_and_sessions():
 
     async def program(agent):
         session = sessions.find(agent.api_key)
-        await session.draw(np.array([1]))
-        if session.place.member == 1:
+        await session.sample(np.array([1]))
+        if session.member.index == 1:
             while len(asleep) < 2:
                 await asyncio.sleep(0.001)
             raise ValueError("no")
@@ -471,8 +471,8 @@ def test_one_members_failure_ends_the_others_programs_and_sessions():
 
 AGENT = """
 import json, os, sys
-wanted = dict(OPENAI_BASE_URL="http://127.0.0.1:9/v1", ANTHROPIC_BASE_URL="http://127.0.0.1:9")
-assert all(os.environ[k] == v for k, v in wanted.items())
+expected = dict(OPENAI_BASE_URL="http://127.0.0.1:9/v1", ANTHROPIC_BASE_URL="http://127.0.0.1:9")
+assert all(os.environ[k] == v for k, v in expected.items())
 assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"]
 assert json.loads(os.environ["JAXRL_RECORD"]) == {"a": 1}
 with open(sys.argv[1], "w") as file:
@@ -495,7 +495,7 @@ def test_a_command_finds_its_session_in_the_environment_and_its_exit_code_counts
         while not key.exists() or not key.read_text():
             time.sleep(0.01)
         session = sessions.find(key.read_text())
-        asyncio.run(session.draw(np.array([1])))
+        asyncio.run(session.sample(np.array([1])))
         session.reward(0.5)
         (tmp_path / "key.go").touch()
 
@@ -515,11 +515,11 @@ def test_a_command_finds_its_session_in_the_environment_and_its_exit_code_counts
 @pytest.mark.parametrize("error", [ConnectionError("its server is away"), SystemExit(75)])
 def test_a_program_whose_own_server_is_away_is_run_again(error, tmp_path):
     sessions, outages, begun = Sessions(), QuickOutages(known=True), []
-    draws = through(sessions)
+    sample_through = through(sessions)
 
     async def program(agent):
         begun.append(agent.api_key)
-        await draws(agent)
+        await sample_through(agent)
         if len(begun) < 3:
             raise error
         return 1.0
@@ -586,7 +586,7 @@ def test_a_command_that_does_not_exist_and_one_of_no_words():
         programs([])
 
 
-def test_a_record_that_no_command_can_be_told_is_named():
+def test_a_record_that_no_command_can_receive_is_named():
     prompt = replace(make_prompt(3), columns={"document": "x" * 2**17})
     with pytest.raises(RolloutError, match=r"JAXRL_RECORD would have 131\d+ characters"):
         played(programs([sys.executable, "-c", "0"]), prompt=prompt)
@@ -596,7 +596,7 @@ def test_the_end_of_the_run_ends_the_programs_quietly():
     sessions = Sessions()
 
     async def program(agent):
-        await sessions.find(agent.api_key).draw(np.array([1]))
+        await sessions.find(agent.api_key).sample(np.array([1]))
         threading.Timer(0.02, sessions.close).start()
         await asyncio.sleep(30)
 
@@ -609,11 +609,11 @@ def test_an_evaluation_plays_so_many_programs_at_once_in_order_and_those_that_fa
 
     async def program(agent):
         session = sessions.find(agent.api_key)
-        began.append(session.place.prompt.prompt_id)
+        began.append(session.member.prompt.prompt_id)
         open_at_once.append(len(sessions.all()))
-        if began.count(session.place.prompt.prompt_id) == 1 and session.prompt.prompt_id % 3 == 1:
+        if began.count(session.member.prompt.prompt_id) == 1 and session.prompt.prompt_id % 3 == 1:
             raise OSError("flaky")
-        await session.draw(np.array([1]))
+        await session.sample(np.array([1]))
 
     async def judge(episodes, prompt):
         return tuple(Score(reward=float(prompt.prompt_id)) for _ in episodes)

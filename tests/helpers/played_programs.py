@@ -92,7 +92,7 @@ def through(sessions, turns=2, result=1.0):
         session = sessions.find(agent.api_key)
         tokens = [1]
         for _ in range(turns):
-            tokens = [*tokens, *(await session.draw(np.array(tokens))).token_ids.tolist(), 5]
+            tokens = [*tokens, *(await session.sample(np.array(tokens))).token_ids.tolist(), 5]
             await asyncio.sleep(0.01)
         return result
 

@@ -1,5 +1,5 @@
 """A JetStream engine as somebody else would write one, and as plain as can be: it has no KV cache,
-and computes all tokens of every slot anew for each token that it draws. Named by FILE.py:CLASS in
+and computes all tokens of every slot anew for each token that it samples. Named by FILE.py:CLASS in
 tests, which load it as a user's file."""
 
 from typing import Any, ClassVar
@@ -34,19 +34,19 @@ class NaiveEngine(api.Engine):
         NaiveEngine.made.append(self)
 
         @jax.jit
-        def draw(params, tokens, lengths, key):
+        def sample(params, tokens, lengths, key):
             where = jnp.broadcast_to(jnp.arange(max_length), tokens.shape)
             real = (where < lengths[:, None]).astype(jnp.int32)
             hidden = hidden_states(self.spec, params, tokens, where, real)
             last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], 1)[:, 0]
             logits = last @ output_head(self.spec, params)
-            drawn = jax.random.categorical(key, logits / self.temperature)
+            sampled = jax.random.categorical(key, logits / self.temperature)
             rows = jnp.arange(tokens.shape[0])
             room = lengths < max_length
-            tokens = tokens.at[rows, jnp.where(room, lengths, max_length)].set(drawn, mode="drop")
-            return tokens, lengths + room, drawn, room & (lengths > 0)
+            tokens = tokens.at[rows, jnp.where(room, lengths, max_length)].set(sampled, mode="drop")
+            return tokens, lengths + room, sampled, room & (lengths > 0)
 
-        self.draw = draw
+        self.sample = sample
 
     def take_params(self, params: Any) -> Any:
         """New weights, or the first: as they are."""
@@ -71,8 +71,8 @@ class NaiveEngine(api.Engine):
 
     def generate(self, params, decode_state, **kwargs) -> Any:
         self.key, key = jax.random.split(self.key)
-        tokens, lengths, drawn, valid = self.draw(params, *decode_state, key)
-        data = jnp.stack([drawn, valid.astype(jnp.int32), lengths], 1)
+        tokens, lengths, sampled, valid = self.sample(params, *decode_state, key)
+        data = jnp.stack([sampled, valid.astype(jnp.int32), lengths], 1)
         result = api.ResultTokens(
             data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
         )

@@ -40,7 +40,7 @@ def test_a_server_that_fits_is_taken(server):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("facts", "told"),
+    ("facts", "message"),
     [
         ({"max_model_len": 32}, "Start it with --max-model-len 64"),
         ({"dtype": "torch.bfloat16"}, "Start it with --dtype float32"),
@@ -48,9 +48,9 @@ def test_a_server_that_fits_is_taken(server):
         ({"max_model_len": None}, "max_model_len is None in the server's answer, not a int"),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused_with_what_to_do(server, facts, told):
+def test_a_server_that_does_not_fit_is_refused_with_what_to_do(server, facts, message):
     server.facts |= facts
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         check_engines(config(server.url), SPEC)
 
 
@@ -80,7 +80,7 @@ def test_tied_embeddings_are_refused_where_they_are_not_loaded(server):
         check_engines(config(server.url), tied)
 
 
-def test_a_server_that_is_not_there_is_told_with_its_address(server):
+def test_a_server_that_is_not_there_is_reported_with_its_address(server):
     url = server.url
     server.close()
     with pytest.raises(ConfigError, match=f"no answer from {url}.*curl {url}/health"):
@@ -102,7 +102,7 @@ def test_several_servers_share_one_copy_which_donation_leaves_whole():
 
 
 @pytest.mark.full
-def test_a_run_draws_from_its_servers_and_waits_for_nobody_to_join(tmp_path):
+def test_a_run_samples_from_its_servers_and_waits_for_nobody_to_join(tmp_path):
     """The servers are elsewhere, as joined samplers would be, and yet no sampler joins."""
     servers = [FakeVllm(), FakeVllm()]
     config = config_of(

@@ -56,11 +56,11 @@ def request(number: int, **changes: object) -> Request:
 
 
 def sums(first: int, count: int) -> list[int]:
-    """What TestEngine draws: each token is the sum of the prompt and of all drawn before."""
-    drawn: list[int] = []
+    """What TestEngine samples: each token is the sum of the prompt and of all sampled before."""
+    sampled: list[int] = []
     for _ in range(count):
-        drawn.append(first + sum(drawn))
-    return drawn
+        sampled.append(first + sum(sampled))
+    return sampled
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_prompt_that_does_not_fit_and_a_closed_sampler_are_refused(sampler) ->
         asyncio.run(submit(request(0)))
 
 
-def test_what_is_wrong_with_a_request_is_said_at_submit(sampler) -> None:
+def test_what_is_wrong_with_a_request_is_reported_at_submit(sampler) -> None:
     for name, value in (("key", (1,)), ("stop_token_ids", "x"), ("token_ids", "text")):
         with pytest.raises(RolloutError, match=name):
             asyncio.run(sampler.submit(request(0, **{name: value})))
@@ -153,7 +153,7 @@ def test_a_prompt_that_the_engine_does_not_prefill_fails_alone(sampler) -> None:
 
 @dataclass
 class SummingEngine:
-    """The contract's methods that a ForeignSampler uses, drawing as TestEngine does, at once."""
+    """The contract's methods that a ForeignSampler uses, sampling as TestEngine does, at once."""
 
     max_concurrent_decodes: int = 2
     max_prefill_length: int = 64
@@ -171,11 +171,11 @@ class SummingEngine:
         return {**state, slot: prefix}
 
     def generate(self, params, state):
-        return {slot: 2 * total for slot, total in state.items()}, Drawn(state)
+        return {slot: 2 * total for slot, total in state.items()}, SampledTokens(state)
 
 
 @dataclass
-class Drawn:
+class SampledTokens:
     """One token of each slot: what its tokens sum up to."""
 
     totals: dict
@@ -203,7 +203,7 @@ class Scripted(SummingEngine):
 
 @dataclass
 class Steps:
-    """Several places for tokens of each slot, some of them not valid."""
+    """Several positions for tokens of each slot, some of them not valid."""
 
     of_slot: dict
 
@@ -225,7 +225,7 @@ def test_the_first_token_that_is_not_valid_ends_an_answer_as_jetstream_reads_it(
         3: [[(0, no), (9, yes)]],
         4: [[(5, yes), (22, yes)]],
     }
-    wanted = {1: [5, 6, 7], 2: [5, 6], 4: [5, 22]}
+    expected = {1: [5, 6, 7], 2: [5, 6], 4: [5, 22]}
     utils = importlib.import_module("jetstream.engine.token_utils")
     for name, steps in script.items():
         theirs, complete = [], np.zeros(1, bool)
@@ -240,7 +240,7 @@ def test_the_first_token_that_is_not_valid_ends_an_answer_as_jetstream_reads_it(
                 SimpleNamespace(get_result_at_slot=lambda _, data=data: data), complete,
             )  # fmt: skip
             theirs += sample.token_ids
-        assert theirs == wanted.get(name, [])
+        assert theirs == expected.get(name, [])
     sampler = ForeignSampler(Scripted(script=script))
     requests = [
         request(i, token_ids=np.array([i], np.int32), max_new_tokens=8, stop_token_ids=(22,))
@@ -249,8 +249,8 @@ def test_the_first_token_that_is_not_valid_ends_an_answer_as_jetstream_reads_it(
     found = [f.exception(60) or f.result() for f in sampler.start_many(requests)]
     stats = sampler.stats()
     sampler.close()
-    drawn = {i: f.token_ids.tolist() for i, f in zip(script, found, strict=True) if i in wanted}
-    assert drawn == wanted
+    sampled = {i: f.token_ids.tolist() for i, f in zip(script, found, strict=True) if i in expected}
+    assert sampled == expected
     assert [found[i].stop for i in (0, 1, 3)] == [StopReason.LENGTH] * 2 + [StopReason.EOS]
     assert isinstance(found[2], RolloutError) and "sampled no token" in str(found[2])
     assert (stats.requests_done, stats.failed, stats.truncated) == (3, 1, 2)

@@ -39,7 +39,7 @@ GREEDY = SamplingParams(temperature=0.0)
 @pytest.mark.parametrize(
     ("spec", "tokens_per_step", "steps"), [(SPEC, 1, 12), (SPEC, 4, 12), (WINDOWED, 4, 96)]
 )
-def test_a_jetstream_engine_draws_what_our_sampler_draws(
+def test_a_jetstream_engine_samples_what_our_sampler_samples(
     spec: ModelSpec, tokens_per_step: int, steps: int
 ) -> None:
     policy = Policy(spec, init_params(spec, jax.random.key(0)))
@@ -61,12 +61,12 @@ def test_a_jetstream_engine_draws_what_our_sampler_draws(
             true_length=len(prompt),
         )
         state = engine.insert(prefix, state, slot)
-    drawn: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    sampled: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for _ in range(steps // tokens_per_step + 1):
         state, result = engine.generate(params, state)
         result.copy_to_host_async()
         result = result.convert_to_numpy()
-        for slot, tokens in drawn.items():
+        for slot, tokens in sampled.items():
             data = result.get_result_at_slot(slot)
             tokens += data.tokens[0][data.valid[0].astype(bool)].tolist()
             assert data.lengths[0] == len(tokens)
@@ -79,7 +79,7 @@ def test_a_jetstream_engine_draws_what_our_sampler_draws(
     ]
     ours = [c.token_ids.tolist() for c in sampler.generate(requests)]
     sampler.close()
-    assert [drawn[2], drawn[0], drawn[1]] == [*ours, []]
+    assert [sampled[2], sampled[0], sampled[1]] == [*ours, []]
 
 
 @pytest.mark.skipif(INSTALLED, reason="google-jetstream is installed")

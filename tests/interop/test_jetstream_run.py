@@ -1,4 +1,4 @@
-"""A run whose answers an engine of JetStream's interface draws: sampler.engine=jetstream."""
+"""A run whose answers an engine of JetStream's interface samples: sampler.engine=jetstream."""
 
 import importlib.util
 import sys
@@ -55,7 +55,7 @@ def checked(folder: Path, versions: int) -> list[dict]:
 @needs_jetstream
 @pytest.mark.full
 @pytest.mark.exhaustive
-def test_a_run_learns_from_what_our_engine_draws_behind_jetstreams_interface(
+def test_a_run_learns_from_what_our_engine_samples_behind_jetstreams_interface(
     tmp_path: Path,
 ) -> None:
     """The held-out accuracy of sums of two digits rises well above its noise."""
@@ -129,7 +129,7 @@ def test_a_request_of_another_sampling_is_refused() -> None:
 @pytest.mark.full
 @needs_jetstream
 def test_an_answer_that_the_engine_ends_is_an_answer() -> None:
-    """An engine that draws nothing more for a slot has ended it: nobody waits for ever."""
+    """An engine that samples nothing more for a slot has ended it: nobody waits for ever."""
     engine = make_engine(tiny_policy(), slots=1, max_length=64, max_new_tokens=3)
     with ForeignSampler(engine, sampling=SamplingParams()) as sampler:
         request = Request(request_id="r", token_ids=np.arange(3, dtype=np.int32), max_new_tokens=20)

@@ -75,9 +75,9 @@ def ask(port: int, prompt: str) -> list[int]:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = jetstream_pb2_grpc.OrchestratorStub(channel)
         text = jetstream_pb2.DecodeRequest.TextContent(text=prompt)
-        wish = jetstream_pb2.DecodeRequest(text_content=text, max_tokens=16)
+        request = jetstream_pb2.DecodeRequest(text_content=text, max_tokens=16)
         ids: list[int] = []
-        for answer in stub.Decode(wish, timeout=120):
+        for answer in stub.Decode(request, timeout=120):
             for sample in answer.stream_content.samples:
                 ids += sample.token_ids
         return ids
@@ -100,13 +100,13 @@ def test_the_server_listens_to_this_machine_alone(port: int) -> None:
     assert found and all(end.endswith("0100007F") for end in found), "127.0.0.1, and no other"
 
 
-def test_concurrent_clients_get_what_our_sampler_draws(folder: Path, port: int) -> None:
+def test_concurrent_clients_get_what_our_sampler_samples(folder: Path, port: int) -> None:
     tokenizer = load_tokenizer(folder)
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         served = list(clients.map(lambda prompt: ask(port, prompt), PROMPTS))
     section = schema.SamplerSection(slots=4, max_length=64, max_new_tokens=16, block=4)
     sampler = Sampler(Policy.from_pretrained(folder), section=section)
-    wishes = [
+    requests = [
         Request(
             request_id=prompt,
             token_ids=tokenizer.encode_prompt(prompt),
@@ -116,7 +116,7 @@ def test_concurrent_clients_get_what_our_sampler_draws(folder: Path, port: int) 
         )
         for prompt in PROMPTS
     ]
-    for ids, done in zip(served, sampler.generate(wishes), strict=True):
+    for ids, done in zip(served, sampler.generate(requests), strict=True):
         ours = [t for t in done.token_ids.tolist() if t not in tokenizer.eos_ids]
         assert [t for t in ids if t not in tokenizer.eos_ids] == ours
     sampler.close()

@@ -15,7 +15,7 @@ import pytest
 from jaxrl_async.config.schema import ArchitectureSection, SamplerSection
 from jaxrl_async.data.addition import addition_tokenizer
 from jaxrl_async.errors import RolloutError, WeightsError
-from jaxrl_async.interop.rl_requests import asked_of
+from jaxrl_async.interop.rl_requests import checked_request_of
 from jaxrl_async.interop.rl_sampler import RLSampler
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.policy import Policy
@@ -102,19 +102,19 @@ def policy(seed: int) -> Policy:
 
 def checked(given: Any) -> Request:
     """A request as the sampler gets it."""
-    asked = asked_of(given, {}, 1, TOKENIZER, usual_length=8, tells_experts=True)
-    (found,) = RequestCheck(ROOM, iter([7])).checked([asked.request])
+    one = checked_request_of(given, {}, 1, TOKENIZER, usual_length=8, keeps_experts=True)
+    (found,) = RequestCheck(ROOM, iter([7])).checked([one.request])
     assert isinstance(found, Request)
-    return replace(found, key=asked.request.key)
+    return replace(found, key=one.request.key)
 
 
-def logprobs(params: Any, prompt: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    """The log-prob of each drawn token, by the decoder's whole forward pass."""
-    tokens = jnp.asarray(np.concatenate([prompt, drawn]))[None]
+def logprobs(params: Any, prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    """The log-prob of each sampled token, by the decoder's whole forward pass."""
+    tokens = jnp.asarray(np.concatenate([prompt, sampled]))[None]
     where = jnp.arange(tokens.shape[1])[None]
     hidden = hidden_states(SPEC, params, tokens, where, jnp.ones_like(tokens))[0]
     table = jax.nn.log_softmax(hidden @ output_head(SPEC, params))
-    return np.asarray(table)[np.arange(len(prompt) - 1, len(tokens[0]) - 1), drawn]
+    return np.asarray(table)[np.arange(len(prompt) - 1, len(tokens[0]) - 1), sampled]
 
 
 @pytest.fixture
@@ -239,15 +239,15 @@ def test_the_example_of_the_docs_runs() -> None:
 
 
 def test_a_seed_zero_included_gives_the_same_tokens_again(drive) -> None:
-    """Without one each request draws its own; -1 is vLLM's word for none."""
+    """Without one each request has its own; -1 is vLLM's word for none."""
 
     async def story(sampler: RLSampler):
         def ask(seed: int | None):
             params = Params(seed=seed, max_tokens=12)
             return SamplingRequest(prompt=[1, 2, 3], sampling_params=params)
 
-        wishes = [ask(s) for s in (0, 0, 5, 5, None, None, -1, -1, 2**31)]
-        return await sampler.sample(wishes)
+        requests = [ask(s) for s in (0, 0, 5, 5, None, None, -1, -1, 2**31)]
+        return await sampler.sample(requests)
 
     *found, wide = drive(story)
     assert all(f.error is None for f in found)
@@ -259,7 +259,7 @@ def test_a_seed_zero_included_gives_the_same_tokens_again(drive) -> None:
 
 @pytest.mark.full
 def test_min_p_leaves_only_the_likely_tokens(drive) -> None:
-    """With 0.999 only the likeliest token is left, at any temperature: what greedy draws."""
+    """With 0.999 only the likeliest token is left, at any temperature: the greedy one."""
 
     async def story(sampler: RLSampler):
         prompt = [1, 2, 3]
@@ -379,13 +379,13 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         "prompt_logprobs": None, "detokenize": False, "top_k": -1, "logprobs": 1, "extra": False,
     }  # fmt: skip
     for params in (neutral, NewerParams(), None):
-        asked = checked({"prompt": [1, 2], "sampling_params": params})
-        assert asked.sampling == SamplingParams() and asked.key is None
-        assert asked.stop_token_ids == tuple(TOKENIZER.eos_ids)
+        one = checked({"prompt": [1, 2], "sampling_params": params})
+        assert one.sampling == SamplingParams() and one.key is None
+        assert one.stop_token_ids == tuple(TOKENIZER.eos_ids)
 
 
 @pytest.mark.full
-def test_experts_are_told_where_the_sampler_keeps_them_and_refused_elsewhere() -> None:
+def test_experts_are_returned_where_the_sampler_keeps_them_and_refused_elsewhere() -> None:
     architecture = ArchitectureSection(
         layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=16, experts=4, experts_per_token=2
     )
@@ -403,5 +403,5 @@ def test_experts_are_told_where_the_sampler_keeps_them_and_refused_elsewhere() -
 
     refused = asyncio.run(answer(SamplerSettings()))
     assert "SamplerSettings(keep_routing=True)" in refused.error.message
-    told = asyncio.run(answer(SamplerSettings(keep_routing=True)))
-    assert told.error is None and told.routed_experts.shape == (3 + 3 - 1 - 2, 2, 2)
+    response = asyncio.run(answer(SamplerSettings(keep_routing=True)))
+    assert response.error is None and response.routed_experts.shape == (3 + 3 - 1 - 2, 2, 2)

@@ -1,4 +1,4 @@
-"""Requests and weights to a vLLM server, over real HTTP: a small server that fails as told, and,
+"""Requests and weights to a vLLM server, over real HTTP: a small server with scripted faults, and,
 where one is installed, vLLM's own."""
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxrl_async.errors import Closed, RolloutError, WeightsError
 from jaxrl_async.interop import vllm_client
 from jaxrl_async.interop.vllm import EngineSettings, VllmSampler
 from jaxrl_async.interop.vllm_client import ServerGone
-from jaxrl_async.interop.vllm_messages import BadReply, Drawn, drawn_in_reply
+from jaxrl_async.interop.vllm_messages import BadReply, CheckedReply, checked_reply
 from jaxrl_async.interop.weight_folder import WeightFolder
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.ports.generate import Replica
@@ -67,7 +67,7 @@ def make(server, folder, params):
         settings = EngineSettings(
             **{
                 "run": "run",
-                "places": 8,
+                "slots": 8,
                 "timeout_s": 20.0,
                 "on_new_weights": "continue",
                 "room": Room(max_length=64, max_new_tokens=48, vocab=24),
@@ -111,9 +111,9 @@ def test_requests_go_side_by_side_and_come_back_as_completions(server, make):
     sampler = make()
     as_replica: Replica = sampler
     assert as_replica.capacity == 8 and as_replica.seed is None
-    wishes = [request(i) for i in range(20)] + [request(20, stop_token_ids=(4,))]
-    done = results(sampler, wishes)
-    assert [c.request_id for c in done] == [r.request_id for r in wishes]
+    requests = [request(i) for i in range(20)] + [request(20, stop_token_ids=(4,))]
+    done = results(sampler, requests)
+    assert [c.request_id for c in done] == [r.request_id for r in requests]
     for completion in done[:20]:
         assert completion.token_ids.tolist() == [3, 4, 5, 6]
         assert completion.logprobs.tolist() == [-0.5] * 4 and completion.stop is StopReason.LENGTH
@@ -125,19 +125,19 @@ def test_requests_go_side_by_side_and_come_back_as_completions(server, make):
 
 
 @pytest.mark.full
-def test_what_is_asked_for_reaches_the_server(server, make):
+def test_sampling_parameters_reach_the_server(server, make):
     sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
     results(make(), [request(sampling=sampling, stop_token_ids=(23,), forced_length=3)])
     body = server.bodies[0]
-    asked = body["sampling_params"]
+    params = body["sampling_params"]
     assert body["token_ids"] == [1, 5] and body["cache_salt"] == "run-0"
-    assert [asked[k] for k in ("temperature", "top_k", "top_p", "min_p")] == [0.7, 5, 0.9, 0.1]
-    assert (asked["min_tokens"], asked["max_tokens"], asked["stop_token_ids"]) == (3, 3, [])
-    assert asked["ignore_eos"] is True and asked["logprobs"] == 0
+    assert [params[k] for k in ("temperature", "top_k", "top_p", "min_p")] == [0.7, 5, 0.9, 0.1]
+    assert (params["min_tokens"], params["max_tokens"], params["stop_token_ids"]) == (3, 3, [])
+    assert params["ignore_eos"] is True and params["logprobs"] == 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"extras": True}, "returns no extras"),
         ({"adapter": "math"}, "uses a single model"),
@@ -146,8 +146,8 @@ def test_what_is_asked_for_reaches_the_server(server, make):
         ({"max_new_tokens": 49}, "sampler.max_new_tokens"),
     ],
 )
-def test_what_a_server_cannot_do_is_refused_at_once(make, changes, told):
-    with pytest.raises(RolloutError, match=told):
+def test_what_a_server_cannot_do_is_refused_at_once(make, changes, message):
+    with pytest.raises(RolloutError, match=message):
         make().checked([request(**changes)])
 
 
@@ -163,9 +163,9 @@ def test_saved_requests_are_refused(make):
     assert sampler.progress() == ()
 
 
-def test_a_cancelled_request_frees_its_place_and_closing_answers_the_others(server, make):
+def test_a_cancelled_request_frees_its_slot_and_closing_answers_the_others(server, make):
     server.token_s = 0.2
-    sampler = make(places=1)
+    sampler = make(slots=1)
     first, second, third = sampler.start_many([request(0), request(1), request(2)])
     until(lambda: server.bodies)
     first.cancel()
@@ -193,7 +193,7 @@ def channel():
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["continue", "recompute", "drain", "restart"])
 def test_weights_that_come_in_mid_request(server, make, params, channel, folder, mode):
-    """Each token has the version of the weights that drew it, whatever becomes of the request."""
+    """Each token has the version of the weights that sampled it, whatever the request's end."""
     server.token_s = 0.05  # a second in all, so that the weights come in within it
     sampler = make(on_new_weights=mode, weights=channel.subscribe())
     (running,) = sampler.start_many([request(max_new_tokens=20)])
@@ -204,8 +204,8 @@ def test_weights_that_come_in_mid_request(server, make, params, channel, folder,
     versions = running.result(20).versions.tolist()
     (after,) = results(sampler, [request(1)])
     assert after.versions.tolist() == [1] * 4 and server.bodies[-1]["cache_salt"] == "run-1"
-    wanted = {"drain": {0}, "restart": {1}}.get(mode, {0, 1})
-    assert set(versions) == wanted and versions == sorted(versions) and len(versions) == 20
+    expected = {"drain": {0}, "restart": {1}}.get(mode, {0, 1})
+    assert set(versions) == expected and versions == sorted(versions) and len(versions) == 20
     assert server.loaded == ["0", "1"] and folder.path(1).is_dir()
     until(lambda: not folder.path(0).exists())
     assert sampler.stats().restarted == (mode == "restart") and sampler.stats().swaps == 2
@@ -286,14 +286,14 @@ OFTEN = ("short", "garbage")
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         pytest.param(*each, marks=[] if each[0] in OFTEN else pytest.mark.exhaustive)
         for each in BAD_ANSWERS
     ],
 )
-def test_an_answer_that_is_none_takes_the_server_out_and_the_request_is_drawn_again(
-    server, make, caplog, fault, told
+def test_an_answer_that_is_none_takes_the_server_out_and_the_request_is_sampled_again(
+    server, make, caplog, fault, message
 ):
     repeats = 4 if fault in ("garbage", "huge") else 1  # a broken answer may be a broken connection
     server.faults = [fault] * repeats
@@ -301,7 +301,7 @@ def test_an_answer_that_is_none_takes_the_server_out_and_the_request_is_drawn_ag
     with Router([make()], limits=LIMITS, count=faults.add) as router:
         (completion,) = router.generate([request()])
     assert completion.token_ids.tolist() == [3, 4, 5, 6]
-    assert told in caplog.text
+    assert message in caplog.text
     counts = faults.read()
     assert counts["sampler_deaths"] == counts["sampler_restarts"] == counts["redone_requests"] == 1
     assert server.loaded == ["0", "0"], "the successor brings the weights again"
@@ -309,7 +309,7 @@ def test_an_answer_that_is_none_takes_the_server_out_and_the_request_is_drawn_ag
 
 @pytest.mark.full
 @pytest.mark.parametrize("faults", [["dies"], ["503"], ["429", "dies", "503"]], ids=str)
-def test_what_breaks_on_the_way_is_asked_once_more(server, make, faults):
+def test_what_breaks_on_the_way_is_sent_once_more(server, make, faults):
     server.faults, counts = [*faults], FaultCounts()
     sampler = make(count=counts.add)
     (completion,) = results(sampler, [request()])
@@ -321,7 +321,7 @@ def test_what_breaks_on_the_way_is_asked_once_more(server, make, faults):
 @pytest.mark.parametrize("status", ["400", "422", "500"])
 def test_a_request_that_a_healthy_server_refuses_fails_alone(server, make, status):
     server.faults = [status]
-    sampler = make(places=1)
+    sampler = make(slots=1)
     first, second = sampler.start_many([request(0), request(1)])
     with pytest.raises(RolloutError, match=f"'r0#1'.*answers {status}: as the test says"):
         first.result(20)
@@ -344,7 +344,7 @@ def test_an_error_of_a_server_that_is_not_well_is_the_servers(server, make):
     successor.close()
 
 
-def test_a_log_prob_that_is_no_number_is_drawn_again(server, make):
+def test_a_log_prob_that_is_no_number_is_sampled_again(server, make):
     server.faults, faults = ["nan"], FaultCounts()
     with Router([make()], limits=LIMITS, count=faults.add) as router:
         assert np.isfinite(router.generate([request()])[0].logprobs).all()
@@ -352,7 +352,7 @@ def test_a_log_prob_that_is_no_number_is_drawn_again(server, make):
 
 
 @pytest.mark.full
-def test_a_server_that_is_silent_is_given_up_in_time(server, make):
+def test_a_server_that_does_not_answer_is_given_up_in_time(server, make):
     server.faults = ["slow"]
     sampler = make(timeout_s=0.3)
     with pytest.raises(ServerGone, match=r"no complete answer in 0.3 s.*curl http"):
@@ -361,7 +361,7 @@ def test_a_server_that_is_silent_is_given_up_in_time(server, make):
 
 @pytest.mark.full
 def test_a_server_that_died_comes_back_with_the_newest_weights(server, make, params, channel):
-    """Requests wait for it, the trainer does not, and nothing is drawn by the weights it began
+    """Requests wait for it, the trainer does not, and nothing is sampled by the weights it began
     with."""
     faults = FaultCounts()
     limits = RestartLimits(restarts=100, backoff_s=0.02)
@@ -381,7 +381,7 @@ def test_a_server_that_died_comes_back_with_the_newest_weights(server, make, par
 
 
 @pytest.mark.full
-def test_a_server_that_began_anew_in_secret_draws_nothing_that_counts(server, make, caplog):
+def test_a_server_that_began_anew_in_secret_samples_nothing_that_counts(server, make, caplog):
     sampler = make()
     with Router([sampler], limits=LIMITS) as router:
         router.generate([request()])
@@ -433,11 +433,11 @@ JSON = st.recursive(
 @pytest.mark.full
 @given(JSON, JSON, JSON, JSON)
 def test_fuzz_whatever_is_answered_is_checked(reply, tokens, content, spans):
-    wish = dataclasses.replace(request(), token_ids=np.array([1, 5], np.int32))
+    sent = dataclasses.replace(request(), token_ids=np.array([1, 5], np.int32))
     choice = {"token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
     for answer in (reply, {"choices": [reply]}, {"choices": [choice]}):
         try:
-            assert isinstance(drawn_in_reply(answer, wish, "run", 0), Drawn)
+            assert isinstance(checked_reply(answer, sent, "run", 0), CheckedReply)
         except BadReply as error:
             assert str(error).endswith(".")
 

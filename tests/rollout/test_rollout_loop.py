@@ -501,7 +501,7 @@ def program_envs(sessions, *, stays=0, calls=2, turn=3, count=lambda name, numbe
         for number in range(calls):
             if stays and number == stays:
                 await asyncio.sleep(60)
-            done = await session.draw(tokens)
+            done = await session.sample(tokens)
             tokens = np.concatenate([tokens, done.token_ids, [turn]]).astype(np.int32)
         if stays:
             await asyncio.sleep(60)

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from jaxrl_async.endpoint.sessions import PolicySession, SessionLimits, SessionPlace
+from jaxrl_async.endpoint.sessions import PolicySession, SessionLimits, SessionMember
 from jaxrl_async.rollout.episode import make_request
 from jaxrl_async.rollout.evaluate import evaluate
 from jaxrl_async.types import (
@@ -71,10 +71,10 @@ def test_a_turn_has_its_level_and_its_groups_place(priority, first, later) -> No
 
     async def calls() -> list:
         generate = Noting()
-        place = SessionPlace(prompt=PROMPT, label="g0")
-        session = PolicySession(generate, place, limits, SessionLimits())
-        await session.draw(PROMPT.token_ids)
-        await session.draw(np.array([5, 6, 7, 8], np.int32))
+        member = SessionMember(prompt=PROMPT, label="g0")
+        session = PolicySession(generate, member, limits, SessionLimits())
+        await session.sample(PROMPT.token_ids)
+        await session.sample(np.array([5, 6, 7, 8], np.int32))
         return generate.requests
 
     assert [r.priority for r in asyncio.run(calls())] == [first, later]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.errors import ConfigError, DataError, RefusedScore
-from jaxrl_async.sandbox.code_reward import REASONS, CodeReward, Graded, code_in, graded, program_of
+from jaxrl_async.sandbox.code_reward import REASONS, CodeReward, Grade, code_in, grade, program_of
 from jaxrl_async.sandbox.code_task import (
     SandboxEnvironment,
     problem_of,
@@ -80,7 +80,7 @@ ANSWERS = {
 def test_humaneval(sandboxes, name: str) -> None:
     answer, passed, reason = ANSWERS[name]
     with Sandbox(SandboxLimits(timeout_s=20.0 if reason != "time" else 1.5)) as box:
-        assert graded(box, program_of(answer, HUMAN), HUMAN) == Graded(passed, reason)
+        assert grade(box, program_of(answer, HUMAN), HUMAN) == Grade(passed, reason)
         assert box.clean
 
 
@@ -91,21 +91,21 @@ def test_humaneval(sandboxes, name: str) -> None:
 )
 def test_mbpp(sandboxes, answer: str, passed: float) -> None:
     with Sandbox(SandboxLimits()) as box:
-        assert graded(box, program_of(answer, LISTED), LISTED).passed == passed
+        assert grade(box, program_of(answer, LISTED), LISTED).passed == passed
 
 
 @pytest.mark.parametrize("setup", ["class Box:\n    value = 3", ""])
 def test_mbpps_tests_have_their_setup(sandboxes, setup: str) -> None:
     record = {"test_list": ["assert value(Box()) == 3"], "test_setup_code": setup}
     with Sandbox(SandboxLimits()) as box:
-        assert graded(box, "def value(box): return box.value", record).passed == bool(setup)
+        assert grade(box, "def value(box): return box.value", record).passed == bool(setup)
 
 
 READERS = {
     "right": ("print(sum(map(int, input().split())))", 1.0, ""),
     "right for two numbers": ("a, b = map(int, input().split())\nprint(a + b)", 0.75, "error"),
     "a constant": ("print(3)", 0.5, "wrong_output"),
-    "more than asked": ("print(sum(map(int, input().split())))\nprint(1)", 0.0, "wrong_output"),
+    "more than required": ("print(sum(map(int, input().split())))\nprint(1)", 0.0, "wrong_output"),
     "right, but an error after it": ("print(sum(map(int, input().split())))\n1/0", 0.0, "error"),
     "too long for an argument": ("print(sum(map(int, input().split())))\n#" + "x" * 2**17, 1.0, ""),
 }  # fmt: skip
@@ -128,12 +128,12 @@ def test_packages_of_this_python_are_there(sandboxes) -> None:
     record = {"test": "assert f() == 6\n", "entry_point": "f"}
     with Sandbox(SandboxLimits(timeout_s=60.0)) as box:
         code = "import numpy\ndef f(): return int(numpy.arange(4).sum())"
-        assert graded(box, code, record) == Graded(1.0, "")
+        assert grade(box, code, record) == Grade(1.0, "")
 
 
 def test_a_record_without_tests_is_refused(sandboxes) -> None:
     with Sandbox(SandboxLimits()) as box, pytest.raises(RefusedScore, match="has no tests"):
-        graded(box, "x = 1", {"question": "?"})
+        grade(box, "x = 1", {"question": "?"})
 
 
 def test_questions_of_the_three_kinds_of_records() -> None:
@@ -142,8 +142,8 @@ def test_questions_of_the_three_kinds_of_records() -> None:
     assert "stdin" in problem_of(SUMS, "")["question"]
     own = {"question": "Complete.", "test": "assert 1", "entry_point": "f"}
     assert problem_of(own, "")["question"] == "Complete."
-    told = {"messages": [{"role": "user", "content": "a"}], "test": "assert 1"}
-    assert problem_of(told, "") == told
+    record = {"messages": [{"role": "user", "content": "a"}], "test": "assert 1"}
+    assert problem_of(record, "") == record
 
 
 def test_a_problem_is_what_stands_between_two_line_feeds(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_problem_is_what_stands_between_two_line_feeds(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: has no tests"),
@@ -167,17 +167,17 @@ def test_a_problem_is_what_stands_between_two_line_feeds(tmp_path: Path) -> None
         ('{"text": "a", "tests": [{"input": "1"}]}', "input and output"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, told: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text(json.dumps(HUMAN) + "\n" + line + "\n")
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         read_problems(str(file))
     with pytest.raises(DataError, match="nowhere"):
         read_problems(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"tools": ["perl"]}, "a list of python and bash"),
         ({"tools": "bash"}, "tools"),
@@ -188,8 +188,8 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, told: str) -> None:
         ({"partial": 1}, "partial"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(sandboxes, arguments, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_arguments_that_make_no_sense_are_refused(sandboxes, arguments, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_task({"code:small_functions": arguments})
 
 
@@ -201,8 +201,8 @@ def test_a_files_task_scores_its_own_solutions(sandboxes, tmp_path: Path) -> Non
     task = load_task({f"code:{file}": {"timeout_s": 20}})
     (reward,) = task.rewards
     assert len(task.records) == 3 and task.environment is None and task.held_out is None
-    said = reward(HUMAN["canonical_solution"], task.records[0], lambda name, value: None)
-    assert said == {"correct": 1.0}
+    score = reward(HUMAN["canonical_solution"], task.records[0], lambda name, value: None)
+    assert score == {"correct": 1.0}
 
 
 @pytest.mark.full
@@ -212,7 +212,7 @@ def test_small_functions_have_right_tests_and_half_taught_demonstrations(sandbox
     assert 60 <= len(whole) <= 100 and problems[7] == SmallFunctions(7, 1, 0.4)[0]
     with Sandbox(SandboxLimits()) as box:
         for problem in [problems[i] for i in range(10)]:
-            passed = graded(box, program_of(problem["answer"], problem), problem).passed
+            passed = grade(box, program_of(problem["answer"], problem), problem).passed
             assert passed == float(problem in whole)
     words = problems[0]["question"].split()
     factor, sign, number = int(words[1]), words[4], int(words[5])

@@ -30,7 +30,7 @@ TERMINUS = {
 }
 
 
-def told(rewards=None, *errors: str):
+def result_of(rewards=None, *errors: str):
     return {"rewards": rewards, "errors": [{"type": e, "message": "oh"} for e in errors]}
 
 
@@ -115,15 +115,15 @@ def test_without_a_dockerfile_or_with_several_containers_too(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("result", "reward", "parts"),
     [
-        (told({"reward": 1}), 1.0, {"correct": 1.0}),
-        (told({"reward": 0.25, "speed": 3}), 0.25, {"correct": 0.25, "speed": 3.0}),
-        (told({"score": 0.5}), 0.5, {"correct": 0.5}),
-        (told({"reward": -2}), -2.0, {}),
-        (told({"reward": 2}), 2.0, {}),
-        (told({"reward": 1}, "AgentTimeoutError"), 1.0, {"correct": 1.0, "out_of_time": 1.0}),
-        (told(None, "AgentTimeoutError"), 0.0, {"correct": 0.0, "out_of_time": 1.0}),
+        (result_of({"reward": 1}), 1.0, {"correct": 1.0}),
+        (result_of({"reward": 0.25, "speed": 3}), 0.25, {"correct": 0.25, "speed": 3.0}),
+        (result_of({"score": 0.5}), 0.5, {"correct": 0.5}),
+        (result_of({"reward": -2}), -2.0, {}),
+        (result_of({"reward": 2}), 2.0, {}),
+        (result_of({"reward": 1}, "AgentTimeoutError"), 1.0, {"correct": 1.0, "out_of_time": 1.0}),
+        (result_of(None, "AgentTimeoutError"), 0.0, {"correct": 0.0, "out_of_time": 1.0}),
         (
-            told(None, "ContextLengthExceededError"),
+            result_of(None, "ContextLengthExceededError"),
             0.0,
             {"correct": 0.0, "out_of_context": 1.0},
         ),
@@ -145,19 +145,19 @@ def test_agents_that_ran_out_of_time_or_context_are_scored(result, reward, parts
 )  # fmt: skip
 def test_errors_of_the_machine_are_retried_and_never_scored(kind: str) -> None:
     with pytest.raises(Away, match=f"{kind}: oh"):
-        harbor.score_of_trial(told({"reward": 1.0}, kind))
+        harbor.score_of_trial(result_of({"reward": 1.0}, kind))
     with pytest.raises(Away):
-        harbor.score_of_trial(told({"reward": 1.0}, "AgentTimeoutError", kind))
+        harbor.score_of_trial(result_of({"reward": 1.0}, "AgentTimeoutError", kind))
 
 
 def test_other_errors_of_agents_and_of_verifiers_fail_the_group() -> None:
     with pytest.raises(RolloutError, match="NonZeroAgentExitCodeError") as failed:
-        harbor.score_of_trial(told({"reward": 1.0}, "NonZeroAgentExitCodeError"))
+        harbor.score_of_trial(result_of({"reward": 1.0}, "NonZeroAgentExitCodeError"))
     assert not isinstance(failed.value, Away)
     with pytest.raises(Away, match="without a reward"):
-        harbor.score_of_trial(told(None))
+        harbor.score_of_trial(result_of(None))
     with pytest.raises(RolloutError, match="a, b and no `reward`"):
-        harbor.score_of_trial(told({"a": 1, "b": 2}))
+        harbor.score_of_trial(result_of({"a": 1, "b": 2}))
 
 
 # ---- settings
@@ -223,11 +223,11 @@ def with_harbor(sandboxes) -> str:
 
 
 def answers(word: str) -> list[str]:
-    said = {"analysis": "", "plan": "", "task_complete": True}
+    reply = {"analysis": "", "plan": "", "task_complete": True}
     command = {"keystrokes": f"echo {word} > apple.txt\n", "duration": 0.5}
     return [
-        json.dumps({**said, "commands": [command]}),
-        *[json.dumps({**said, "commands": []})] * 4,
+        json.dumps({**reply, "commands": [command]}),
+        *[json.dumps({**reply, "commands": []})] * 4,
     ]
 
 
@@ -281,8 +281,8 @@ def test_a_trial_that_is_cancelled_or_killed_leaves_nothing(
 ) -> None:
     write_task(tmp_path, "apple")
     command = {"keystrokes": "sleep 77801\n", "duration": 60}
-    said = json.dumps({"analysis": "", "plan": "", "commands": [command]})
-    rig = rig_for([said] * 4)
+    reply = json.dumps({"analysis": "", "plan": "", "commands": [command]})
+    rig = rig_for([reply] * 4)
     task = harbor.harbor_task(str(tmp_path), python=with_harbor, agent=TERMINUS)
     player, session = task.program.__self__, session_of(rig, task.records[0])
 
@@ -295,9 +295,9 @@ def test_a_trial_that_is_cancelled_or_killed_leaves_nothing(
                 continue
         return False
 
-    async def until(wanted: bool) -> None:
+    async def until(expected: bool) -> None:
         end = time.monotonic() + 240.0
-        while sleeping() != wanted:
+        while sleeping() != expected:
             assert time.monotonic() < end
             await asyncio.sleep(0.1)
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_async.errors import Away, ConfigError
 from jaxrl_async.sandbox import sandbox_layout as layout
-from jaxrl_async.sandbox.code_reward import PYTHON, Graded, graded
+from jaxrl_async.sandbox.code_reward import PYTHON, Grade, grade
 from jaxrl_async.sandbox.sandbox import Sandbox, SandboxLimits, SandboxPool
 from jaxrl_async.sandbox.system_calls import ARCHITECTURES, NUMBERS, seccomp_filter
 
@@ -39,7 +39,7 @@ def alive(word: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def gone(word: str) -> bool:
+def has_ended(word: str) -> bool:
     """Whether these processes end."""
     end = time.monotonic() + 60.0
     while alive(word) and time.monotonic() < end:
@@ -93,12 +93,12 @@ def test_an_attack_is_a_failure_with_its_reason_and_leaves_nothing(kind: str, na
     code, reasons = ATTACKS[name]
     limits = QUICK if "time" in reasons else LIMITS
     with Sandbox(limits) as box:
-        result = graded(box, code, TEST)
+        result = grade(box, code, TEST)
         assert result.passed == 0.0 and result.reason in reasons, result
         # and the same sandbox works on, except for files that fill it
         if "filler" not in name and "large" not in name:
-            assert graded(box, WORKS, TEST) == Graded(1.0, "")
-    assert gone("7770")
+            assert grade(box, WORKS, TEST) == Grade(1.0, "")
+    assert has_ended("7770")
 
 
 def test_a_flood_of_output_is_cut_and_ended(kind: str) -> None:
@@ -135,9 +135,9 @@ print(dict(os.environ))
 """
     with Sandbox(LIMITS) as box:
         outcome = run(box, code)
-    said = (outcome.stdout + outcome.stderr).decode()
-    assert outcome.code == 0 and "READ" not in said and "sesame" not in said, said
-    assert "PATH" in said  # its own
+    output = (outcome.stdout + outcome.stderr).decode()
+    assert outcome.code == 0 and "READ" not in output and "sesame" not in output, output
+    assert "PATH" in output  # its own
 
 
 def test_there_is_no_network(kind: str) -> None:
@@ -160,8 +160,8 @@ with socket.create_server(("127.0.0.1", 0)) as own, socket.create_connection(own
     print("its own works")
 """
         with Sandbox(LIMITS) as box:
-            said = run(box, code).stdout.decode()
-    assert "CONNECTED" not in said and "its own works" in said, said
+            output = run(box, code).stdout.decode()
+    assert "CONNECTED" not in output and "its own works" in output, output
 
 
 def test_signals_reach_neither_the_run_nor_the_first_process(kind: str) -> None:
@@ -190,18 +190,18 @@ for number in range(1, 65):
 REFUSED = """
 import ctypes, errno, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
-def told(name, *arguments):
+def report(name, *arguments):
     done = getattr(libc, name)(*arguments)
     print(name, "DONE" if done >= 0 else errno.errorcode[ctypes.get_errno()])
-told("unshare", 0x10000000)
-told("mount", b"tmpfs", b"/tmp", b"tmpfs", 0, None)
-told("ptrace", 0, 0, 0, 0)
-told("memfd_create", b"a", 0)
-told("shmget", 0, 4096, 0o1600)
-told("chroot", b"/tmp")
-told("setns", 0, 0)
-told("keyctl", 0, 0) if hasattr(libc, "keyctl") else None
-told("personality", 0x0040000)
+report("unshare", 0x10000000)
+report("mount", b"tmpfs", b"/tmp", b"tmpfs", 0, None)
+report("ptrace", 0, 0, 0, 0)
+report("memfd_create", b"a", 0)
+report("shmget", 0, 4096, 0o1600)
+report("chroot", b"/tmp")
+report("setns", 0, 0)
+report("keyctl", 0, 0) if hasattr(libc, "keyctl") else None
+report("personality", 0x0040000)
 try:
     socket.socket(40, socket.SOCK_STREAM)
     print("vsock DONE")
@@ -219,14 +219,14 @@ print(*[line for line in status.splitlines() if line.startswith(("Cap", "NoNewP"
 
 def test_system_calls_that_make_namespaces_or_hidden_memory_are_refused(kind: str) -> None:
     with Sandbox(LIMITS) as box:
-        said = run(box, REFUSED).stdout.decode()
-    lines = dict(line.split(maxsplit=1) for line in said.splitlines())
-    assert "DONE" not in said and {lines[name] for name in ("unshare", "mount", "vsock")} == {
+        output = run(box, REFUSED).stdout.decode()
+    lines = dict(line.split(maxsplit=1) for line in output.splitlines())
+    assert "DONE" not in output and {lines[name] for name in ("unshare", "mount", "vsock")} == {
         "EPERM"
     }
     zero = "0" * 16
-    assert f"CapBnd:\t{zero}" in said and f"CapEff:\t{zero}" in said, said
-    assert "NoNewPrivs:\t1" in said and "Seccomp:\t2" in said
+    assert f"CapBnd:\t{zero}" in output and f"CapEff:\t{zero}" in output, output
+    assert "NoNewPrivs:\t1" in output and "Seccomp:\t2" in output
 
 
 def test_a_sandbox_of_root_cannot_change_the_kernels_settings(sandboxes) -> None:
@@ -244,8 +244,8 @@ def test_programs_are_read_only_and_folders_are_not(kind: str) -> None:
         "touch /usr/a /dev/a /etc/ssl/a 2>&1; mkdir /app && echo 5 > /app/a && cat /app/a; id -u"
     )
     with Sandbox(LIMITS) as box:
-        said = box.run(["sh", "-c", script]).stdout.decode()
-        assert said.count("Read-only") == 3 and said.endswith("5\n0\n"), said
+        output = box.run(["sh", "-c", script]).stdout.decode()
+        assert output.count("Read-only") == 3 and output.endswith("5\n0\n"), output
         box.write({"/a/b/c": b"\0\1"})
         assert box.run(["cat", "/a/b/c"]).stdout == b"\0\1"
 
@@ -269,7 +269,7 @@ def test_commands_side_by_side_and_what_one_leaves(kind: str) -> None:
         assert box.run(["sh", "-c", "pgrep sleep | wc -l"]).stdout.strip() == b"1"
         assert box.run(["sleep", "77711"], timeout_s=0.3).reason == "time"
         assert box.run(["pgrep", "sleep"]).ok  # only the one that took too long has ended
-    assert gone("77710")
+    assert has_ended("77710")
 
 
 @pytest.mark.full
@@ -287,7 +287,7 @@ def test_a_sandbox_ends_with_its_process(kind: str, tmp_path: Path) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    assert gone("77720")
+    assert has_ended("77720")
 
 
 LEAVES = {
@@ -350,17 +350,17 @@ def test_a_sandbox_that_fails_is_an_error_of_the_machine(sandboxes, monkeypatch)
     with pytest.raises(Away):
         box.run(["sleep", "60"], timeout_s=60.0)
     box.close()
-    monkeypatch.setattr(layout, "starting_words", lambda *_: ["sh", "-c", "echo oh >&2; exit 3"])
+    monkeypatch.setattr(layout, "start_command", lambda *_: ["sh", "-c", "echo oh >&2; exit 3"])
     with pytest.raises(Away, match="oh"):
         Sandbox(LIMITS).run(["true"])
     words = ["sh", "-c", "echo 'no namespaces: not permitted' >&2; exit 77"]
-    monkeypatch.setattr(layout, "starting_words", lambda *_: words)
+    monkeypatch.setattr(layout, "start_command", lambda *_: words)
     with pytest.raises(ConfigError, match="does not let this user make a sandbox"):
         Sandbox(LIMITS).run(["true"])
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"memory_mb": 0}, "memory_mb"),
         ({"timeout_s": "5"}, "timeout_s"),
@@ -369,8 +369,8 @@ def test_a_sandbox_that_fails_is_an_error_of_the_machine(sandboxes, monkeypatch)
         ({"processes": True}, "processes"),
     ],
 )
-def test_limits_that_make_no_sense_are_refused(given, told) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_limits_that_make_no_sense_are_refused(given, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         SandboxLimits(**given)
 
 
@@ -378,8 +378,8 @@ def test_further_files_are_shown_read_only(kind: str, tmp_path: Path) -> None:
     (tmp_path / "data").write_text("7")
     tmp_path.chmod(0o755)
     with Sandbox(SandboxLimits(readable=(str(tmp_path),))) as box:
-        said = box.run(["sh", "-c", f"cat {tmp_path}/data; echo 8 > {tmp_path}/data"])
-        assert said.stdout == b"7" and said.code != 0
+        output = box.run(["sh", "-c", f"cat {tmp_path}/data; echo 8 > {tmp_path}/data"])
+        assert output.stdout == b"7" and output.code != 0
     assert (tmp_path / "data").read_text() == "7"
 
 
@@ -387,7 +387,7 @@ def test_further_files_are_shown_read_only(kind: str, tmp_path: Path) -> None:
 
 
 def verdict(machine: str, number: int, argument: int = 0, architecture: int | None = None) -> str:
-    """What the filter says of a call: an interpreter of the few instructions that it uses."""
+    """The filter's verdict on a call: an interpreter of the few instructions that it uses."""
     data = {
         0: number,
         4: ARCHITECTURES[machine] if architecture is None else architecture,
@@ -416,9 +416,9 @@ def verdict(machine: str, number: int, argument: int = 0, architecture: int | No
 def test_the_filter_refuses_what_it_lists_and_nothing_else(
     machine: str, read: int, socket_call: int, clone: int, clone3: int
 ) -> None:
-    place = list(ARCHITECTURES).index(machine)
+    index = list(ARCHITECTURES).index(machine)
     for numbers in NUMBERS.values():
-        assert verdict(machine, numbers[place]) == "EPERM"
+        assert verdict(machine, numbers[index]) == "EPERM"
     assert verdict(machine, read) == "allow"
     assert verdict(machine, clone3) == "ENOSYS"
     assert verdict(machine, read, architecture=0x40000003) == "kill"  # 32 bits
@@ -430,5 +430,5 @@ def test_the_filter_refuses_what_it_lists_and_nothing_else(
     assert verdict(machine, clone, 0x003D0F00) == "allow"  # as a thread
     flags = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
     assert {verdict(machine, clone, flag) for flag in flags} == {"EPERM"}
-    assert len({n[place] for n in NUMBERS.values()}) == len(NUMBERS)
+    assert len({n[index] for n in NUMBERS.values()}) == len(NUMBERS)
     assert seccomp_filter("riscv64") == b""

@@ -35,8 +35,8 @@ def wrong():
 """
 
 
-ASKED = {"role": "user", "content": "1+1?"}
-SAID = {"role": "assistant", "content": "2"}
+QUESTION = {"role": "user", "content": "1+1?"}
+ANSWER = {"role": "assistant", "content": "2"}
 
 
 @pytest.fixture
@@ -122,24 +122,24 @@ def test_a_record_that_no_checkpoint_can_hold_is_refused(record):
 
 
 @pytest.mark.parametrize(
-    ("record", "text", "reference", "asked"),
+    ("record", "text", "reference", "messages"),
     [
         ({"question": "q", "answer": [1, 2]}, "q", "[1, 2]", []),
         ({"question": "q", "answer": {"a": None}}, "q", '{"a": null}', []),
-        ({"messages": [ASKED, SAID]}, "1+1?", "2", [ASKED]),
-        ({"messages": [ASKED, SAID], "answer": 3}, "1+1?", "3", [ASKED]),
-        ({"prompt": [ASKED], "answer": "2"}, "1+1?", "2", [ASKED]),
+        ({"messages": [QUESTION, ANSWER]}, "1+1?", "2", [QUESTION]),
+        ({"messages": [QUESTION, ANSWER], "answer": 3}, "1+1?", "3", [QUESTION]),
+        ({"prompt": [QUESTION], "answer": "2"}, "1+1?", "2", [QUESTION]),
     ],
 )
-def test_a_record_is_read_as_those_of_files_are(record, text, reference, asked):
+def test_a_record_is_read_as_those_of_files_are(record, text, reference, messages):
     made = TaskSource([record])[0]
-    assert (made.text, made.reference, list(made.messages)) == (text, reference, asked)
+    assert (made.text, made.reference, list(made.messages)) == (text, reference, messages)
     prompt = prompt_of(made, 0, 0)
-    assert Environment().reset(record_of(prompt)) == (asked or text)
+    assert Environment().reset(record_of(prompt)) == (messages or text)
 
 
 def test_messages_that_are_none_are_refused():
-    for wrong in ("hi", ["hi"], [{"content": "x"}], {"role": "user"}, [SAID]):
+    for wrong in ("hi", ["hi"], [{"content": "x"}], {"role": "user"}, [ANSWER]):
         with pytest.raises(DataError, match="record 0 of the task: its messages are"):
             TaskSource([{"messages": wrong}])[0]
 
@@ -154,11 +154,11 @@ def test_a_record_that_cannot_be_read_is_named():
 
 
 def test_a_worked_conversation_is_the_records_own_or_question_and_answer():
-    asked, said = ASKED, SAID
-    assert worked_messages({"question": "1+1?", "answer": 2}) == [asked, said]
-    assert worked_messages({"messages": [asked], "answer": "2"}) == [asked, said]
-    assert worked_messages({"messages": [asked, said]}) == [asked, said]
-    assert worked_messages({"worked": [asked, said, asked]}) == [asked, said, asked]
+    question, answer = QUESTION, ANSWER
+    assert worked_messages({"question": "1+1?", "answer": 2}) == [question, answer]
+    assert worked_messages({"messages": [question], "answer": "2"}) == [question, answer]
+    assert worked_messages({"messages": [question, answer]}) == [question, answer]
+    assert worked_messages({"worked": [question, answer, question]}) == [question, answer, question]
     with pytest.raises(DataError, match="nothing to imitate"):
         worked_messages({"question": "1+1?"})
 
@@ -211,10 +211,10 @@ def test_examples_precede_each_question_and_are_in_neither_split():
         assert (shown["answer"], shown["index"]) == (record["answer"], record["index"])
     score = task.rewards[0]
     assert score(last["answer"], last["index"]) == {"correct": 1.0}
-    asked = {r["question"] for r in (*plain.records, *plain.held_out)}
-    for place in (0, 2):
-        question, answer = (m["content"] for m in first["messages"][place : place + 2])
-        assert question not in asked
+    questions = {r["question"] for r in (*plain.records, *plain.held_out)}
+    for start in (0, 2):
+        question, answer = (m["content"] for m in first["messages"][start : start + 2])
+        assert question not in questions
         numbers = [int(n) for n in re.findall(r"\d+", question)]
         assert int(answer) == math.gcd(*numbers)
     with pytest.raises(ConfigError, match=r"examples \(-1\) must be a whole number >= 0"):
