@@ -23,11 +23,11 @@ per_chip      trained tokens a second and chip (two chips in every row).
 idle          share of time in which the trainer's, the sampler's chip had nothing to do.
 lost          drawn tokens that nobody learns from: discarded by a restart, or too old.
 cpu_s         CPU seconds of the process for 1,000 trained tokens (median update).
-lag           mean staleness of the learnt tokens, versions.
-apart         |sampler - trainer log-prob| of all learnt tokens, nats: what the weights have moved
+lag           mean staleness of the trained tokens, versions.
+apart         |sampler - trainer log-prob| of all trained tokens, nats: what the weights have moved
               since, and KV of older weights.
 mismatch      the same of tokens drawn by the weights that learn them, mean over the run and most:
-              what is above rounding comes from KV of older weights. nan: no such token was learnt.
+              what is above rounding comes from KV of older weights. nan: no such token was trained.
 pause_ms      longest pause of decoding caused by a swap; again: tokens prefilled again after swaps,
               as a share of the drawn ones.
 """

@@ -11,7 +11,7 @@ those of the main job, one device for the trainer and one for each sampler, whic
 Only the reward is made up, and the lengths of the answers are forced. At max_staleness 0 trainer
 and sampler take turns; from 1 on they overlap.
 
-tokens_per_s  drawn and learnt tokens of an update, by its median seconds
+tokens_per_s  drawn and trained tokens of an update, by its median seconds
 peak_mib      most memory of the process
 draw_s        of an update, median: ours, while samplers were at work; Tunix, until the rewards
 update_s      the same of training and handing over the weights

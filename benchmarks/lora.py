@@ -1,4 +1,4 @@
-"""Compare adapters with the training of all weights on the main job, over seeds: what is learnt,
+"""Compare adapters with the training of all weights on the main job, over seeds: what is learned,
 sent and kept.
 
     python benchmarks/lora.py [--ranks 0 8 32] [--seeds 0 1 2] [--steps 120]

@@ -26,7 +26,7 @@ from jaxrl_async.types import BoolArray, IntArray, PackedBatch
 ROW = 1152
 """Tokens of a packed row: two answers, each with its prompt."""
 Contexts = list[tuple[IntArray, BoolArray]]
-"""Tokens of each context of an episode, and which of them are learnt."""
+"""Tokens of each context of an episode, and which of them are trained."""
 
 
 def main() -> None:
@@ -93,8 +93,8 @@ def answers_to_prompts(rng: np.random.Generator, vocab: int, groups: int) -> lis
         prompt = _tokens(rng, vocab, 512)
         for _ in range(8):
             tokens = np.concatenate([prompt, _tokens(rng, vocab, 64)])
-            learnt = np.arange(len(tokens)) >= len(prompt)
-            sequences.append(_sequence(rng, [(tokens, learnt)], group))
+            trained = np.arange(len(tokens)) >= len(prompt)
+            sequences.append(_sequence(rng, [(tokens, trained)], group))
     return sequences
 
 
@@ -125,14 +125,14 @@ def _tokens(rng: np.random.Generator, vocab: int, count: int) -> IntArray:
 
 def _sequence(rng: np.random.Generator, contexts: Contexts, group: int) -> TrainSequence:
     """Make an episode that was drawn evenly, with a random advantage."""
-    learnt = np.concatenate([mask for _, mask in contexts])
+    trained = np.concatenate([mask for _, mask in contexts])
     lengths = [len(tokens) for tokens, _ in contexts]
     return TrainSequence(
         token_ids=np.concatenate([tokens for tokens, _ in contexts]),
-        mask=learnt,
-        behavior_logprobs=np.where(learnt, -6.0, 0.0).astype(np.float32),
-        versions=np.where(learnt, 0, -1).astype(np.int32),
-        advantages=np.where(learnt, rng.standard_normal(), 0.0).astype(np.float32),
+        mask=trained,
+        behavior_logprobs=np.where(trained, -6.0, 0.0).astype(np.float32),
+        versions=np.where(trained, 0, -1).astype(np.int32),
+        advantages=np.where(trained, rng.standard_normal(), 0.0).astype(np.float32),
         group=group,
         starts=tuple(np.cumsum([0, *lengths[:-1]]).tolist()),
     )

@@ -454,21 +454,21 @@ def calibrated(found: Run, warm_up: int) -> Pipeline:
     """Derive the simulation's input from a run's times and lengths."""
     config, lines = found.config, found.lines[1:-1]  # the first and the last step evaluate
     bad = disturbed(found, warm_up)
-    learnt = [x for x in lines[warm_up:] if x["step"] not in bad]
+    trained = [x for x in lines[warm_up:] if x["step"] not in bad]
     sequences = config.algorithm.groups_per_step * config.algorithm.group_size
-    tokens = np.array([found.batch_tokens[x["step"] - 1] for x in learnt], np.float64)
-    answers = np.array([x["train/tokens"] for x in learnt])
-    train_s = np.array([x["time/train_s"] for x in learnt])
+    tokens = np.array([found.batch_tokens[x["step"] - 1] for x in trained], np.float64)
+    answers = np.array([x["train/tokens"] for x in trained])
+    train_s = np.array([x["time/train_s"] for x in trained])
     slope, start = np.polyfit(tokens, train_s, 1)
     update_token_s = float(slope) if slope > 0 and start > 0 else 0.0
-    publish_s = [x["time/publish_s"] - found.publish_wait_s[x["step"]] for x in learnt]
+    publish_s = [x["time/publish_s"] - found.publish_wait_s[x["step"]] for x in trained]
     ends = {x["step"]: x["time/elapsed_s"] for x in lines}
     reports_s = [
         x["time/elapsed_s"] - ends[x["step"] - 1] - x["time/step_s"]
-        for x in learnt
+        for x in trained
         if x["step"] - 1 in ends
     ]
-    transfers_s = [x["weights/transfer_s"] for x in learnt if "weights/transfer_s" in x]
+    transfers_s = [x["weights/transfer_s"] for x in trained if "weights/transfer_s" in x]
     tree = TransferTree(
         num_bytes=0.0,
         trainer_bytes_per_s=1.0,

@@ -8,7 +8,7 @@ s a step has 256 / (s + 1) sessions, so that at most 256 are open in every row; 
 records and sleeps are the same. The first row takes its turns together: the run at staleness 0,
 where no session draws its next turn before the tools of all 256 have answered. Each tool starts as
 soon as its own session has drawn, and turns are drawn in the same continuous batch. In the rows
-`overtaking` (staleness.lookahead) younger groups may be learnt before a slow one, and a step has
+`overtaking` (staleness.lookahead) younger groups may be trained before a slow one, and a step has
 256 / (s / 2 + 1) sessions, so that again at most 256 are open.
 
 The policy is warm-started once and knows the task. The first 512 sessions sleep a tenth: programs
@@ -221,8 +221,8 @@ def of_sleeps_alone(case: Case, sizes: Sizes, sessions: int = 100_000) -> float:
         while len(ends_s) < open_at_once:
             ends_s.append(now_s + group_s())
         now_s = max(now_s, sorted(ends_s[: step + most])[step - 1])
-        learnt = [n for n, end_s in enumerate(ends_s[: step + most]) if end_s <= now_s][:step]
-        ends_s = [end_s for n, end_s in enumerate(ends_s) if n not in learnt]
+        trained = [n for n, end_s in enumerate(ends_s[: step + most]) if end_s <= now_s][:step]
+        ends_s = [end_s for n, end_s in enumerate(ends_s) if n not in trained]
         made += step
     return made * sizes.group / now_s
 

@@ -23,7 +23,7 @@ class Tokens(Ids):
     """Token ids as words, and no id of the vocabulary that means something else."""
 
     def pad_id(self) -> int:
-        """Return an id beyond the vocabulary, so that every drawn token is learnt."""
+        """Return an id beyond the vocabulary, so that every drawn token is trained."""
         return 10**6 + 1
 
 

@@ -215,7 +215,7 @@ def decoder(work: Work, name: str, shape: Mapping[str, Any]) -> None:
     found = {}
     for way, (device, dtype, attention) in ways.items():
         inputs = jax.device_put((params, tokens, weighting), device)
-        program = jax.jit(partial(_learnt, spec, device, dtype, attention)).lower(*inputs).compile()
+        program = jax.jit(partial(_grads, spec, device, dtype, attention)).lower(*inputs).compile()
         if way == "chosen":
             kernels = kernels_in(program.as_text())
         found[way] = jax.tree.map(lambda x: np.asarray(x, np.float32), program(*inputs))
@@ -237,7 +237,7 @@ def decoder(work: Work, name: str, shape: Mapping[str, Any]) -> None:
     )
 
 
-def _learnt(
+def _grads(
     spec: Any, device: Any, dtype: Any, attention: str, params: Any, tokens: Any, weighting: Any
 ) -> Any:
     """Return the log-probs of all tokens, and the gradient of their weighted sum."""

@@ -19,7 +19,7 @@ from jaxrl_async.run import model_card
 from jaxrl_async.run.builders.initial_policy import make_tokenizer, spec_of_run
 from jaxrl_async.run.builders.playing import tasks_of, tokenizer_source
 from jaxrl_async.run.checkpoint.storage import place_of
-from jaxrl_async.run.checkpoint.store import read_learnt, read_lora
+from jaxrl_async.run.checkpoint.store import read_lora, read_trained
 from jaxrl_async.run.folder import Paths
 
 
@@ -85,18 +85,18 @@ def policy_at_step(
     tokenizer = tokenizer or _tokenizer_of(config, paths)
     spec = spec_of_run(config.model, tokenizer, config.longest_example)
     kind = dtype or config.model.param_dtype
-    learnt = read_learnt(place, step, kind, on_host=within_run, verify=not within_run)
+    trained = read_trained(place, step, kind, on_host=within_run, verify=not within_run)
     # A refused start may have written another config.yaml.
     section = read_lora(place, step, config.model.lora)
     lora = lora_of(spec, section)
     if lora is None:
         path = config.model.path
         if path is None:
-            return Policy(spec, learnt, tokenizer, {})
+            return Policy(spec, trained, tokenizer, {})
         own = load_generation(Path(path))
-        return Policy(spec, learnt, tokenizer, own, tower=read_tower(Path(path)))
+        return Policy(spec, trained, tokenizer, own, tower=read_tower(Path(path)))
     if adapter_only:
-        return Policy(spec, None, tokenizer, lora=lora, adapter=learnt)
+        return Policy(spec, None, tokenizer, lora=lora, adapter=trained)
     base = Policy.from_pretrained(
         config.model.path or paths.base,
         dtype=kind,
@@ -104,7 +104,7 @@ def policy_at_step(
         form=form_of(section),
         decoder=config.model.decoder,
     )
-    return dataclasses.replace(base, lora=lora, adapter=learnt)
+    return dataclasses.replace(base, lora=lora, adapter=trained)
 
 
 def write_step(

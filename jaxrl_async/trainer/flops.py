@@ -41,8 +41,8 @@ def train_flops(
         reference: add a forward pass of the reference.
         lora: the trained adapter; None: all weights are trained.
     """
-    learnt = np.count_nonzero(batch.mask | batch.supervised)
-    unread = np.count_nonzero(batch.segment_ids) - learnt
+    trained = np.count_nonzero(batch.mask | batch.supervised)
+    unread = np.count_nonzero(batch.segment_ids) - trained
     head = 2 * spec.vocab * spec.width * float(unread)
     learning = learning_flops(spec, *_lengths(spec, batch), lora) - (2 if lora else 3) * head
     return learning + forward_flops(spec, batch) - head if reference else learning

@@ -26,7 +26,7 @@ class PrefixKey(NamedTuple):
 
     tokens: NDArray[np.int32]  # [length, width]: the values of each token that must be equal
     group: int  # contexts of different groups share nothing
-    first_learnt: int  # index of its first trained token; its length if it trains none
+    first_trained: int  # index of its first trained token; its length if it trains none
 
 
 class LaidContext(NamedTuple):
@@ -172,7 +172,7 @@ class _Compared(NamedTuple):
 
 
 def _compared(members: Iterable[int], keys: Sequence[PrefixKey]) -> _Compared:
-    order = sorted(members, key=lambda m: (keys[m].first_learnt, m))
+    order = sorted(members, key=lambda m: (keys[m].first_trained, m))
     own = [keys[m] for m in order]
     return _Compared(order, own, common_lengths([key.tokens for key in own]))
 
@@ -190,7 +190,7 @@ def prefix_trees(
     forest = _Forest(row_length, first_room if fits else row_length)
     for place, key in enumerate(group.keys):
         length = len(key.tokens)
-        most = min(length - 1, key.first_learnt)
+        most = min(length - 1, key.first_trained)
         forest.add(length, np.minimum(group.common[place, :place], most) - 1)
     return [[LaidContext(group.order[i], skipped) for i, skipped in t] for t in forest.trees()]
 

@@ -153,11 +153,11 @@ def _contexts(batch: PackedBatch, share_prefixes: bool) -> Iterator[RowContext]:
 def _key(batch: PackedBatch, places: NDArray[np.int64], shared: int) -> PrefixKey:
     """Return the key that decides which prefix a context of the batch can share."""
     experts = batch.expert_ids
-    learnt = (batch.mask | batch.supervised).ravel()[places]
-    learnt[:shared] = False
+    trained = (batch.mask | batch.supervised).ravel()[places]
+    trained[:shared] = False
     return prefix_key(
         batch.token_ids.ravel()[places],
-        learnt,
+        trained,
         int(batch.group_ids.flat[places[-1]]),
         None if experts is None else experts.reshape(-1, *experts.shape[2:])[places],
     )

@@ -360,12 +360,12 @@ GROUPS = (
     Group(
         "trainer/prefix_plan",
         (
-            "trainer/test_shared_prefixes.py::test_each_token_sees_its_context_and_is_learnt_in_one_place",
+            "trainer/test_shared_prefixes.py::test_each_token_sees_its_context_and_is_trained_in_one_place",
         ),
         (
             (
-                "most = min(length - 1, key.first_learnt)",
-                "most = min(length - 1, key.first_learnt + 1)",
+                "most = min(length - 1, key.first_trained)",
+                "most = min(length - 1, key.first_trained + 1)",
             ),
             (
                 "np.minimum(group.common[place, :place], most) - 1",
@@ -621,7 +621,7 @@ GROUPS = (
     Group(
         "trainer/credit",
         (
-            "trainer/test_learner.py::test_the_rank_of_the_covariance_is_by_size_over_the_learnt_tokens",
+            "trainer/test_learner.py::test_the_rank_of_the_covariance_is_by_size_over_the_trained_tokens",
         ),
         (("np.argsort(-covariance", "np.argsort(covariance"),),
     ),

@@ -1,4 +1,4 @@
-"""Episodes of several contexts, packed: each context a segment, each drawn token learnt once."""
+"""Episodes of several contexts, packed: each context a segment, each drawn token trained once."""
 
 import itertools
 from dataclasses import replace
@@ -68,7 +68,7 @@ def numbered(group):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**4), rows=st.integers(1, 3))
-def test_each_drawn_token_is_learnt_in_one_place_behind_what_the_policy_saw(seed, rows):
+def test_each_drawn_token_is_trained_in_one_place_behind_what_the_policy_saw(seed, rows):
     group, calls = made(seed)
     advantages = numbered(group)
     batch = pack_groups([group], advantages, ROW, sampler_columns=WITH_ALL)

@@ -252,7 +252,7 @@ def pairs() -> list[PreferencePair]:
 
 
 def worked(pair: PreferencePair) -> tuple[np.ndarray, np.ndarray]:
-    """Return an answer after its prompt, and which of its tokens are learnt."""
+    """Return an answer after its prompt, and which of its tokens are trained."""
     token_ids = np.concatenate([pair.prompt_ids, pair.chosen_ids])
     return token_ids, np.arange(len(token_ids)) >= len(pair.prompt_ids)
 

@@ -198,7 +198,7 @@ def test_each_epoch_deals_the_sequences_anew() -> None:
 
 
 @pytest.mark.parametrize("minibatches", [2, 5, 12])
-def test_measures_of_a_step_are_the_same_however_many_updates_it_is_learnt_in(
+def test_measures_of_a_step_are_the_same_however_many_updates_it_is_trained_in(
     minibatches: int,
 ) -> None:
     """The mean of the parts' effective sample sizes was far above that of the step: parts of one
@@ -493,7 +493,7 @@ def test_worked_answers_are_counted_once_in_several_epochs() -> None:
     assert moved(learner)["supervised/tokens"] == 2 * 5
 
 
-def test_worked_answers_mixed_in_are_learnt_beside_the_policys_own() -> None:
+def test_worked_answers_mixed_in_are_trained_on_beside_the_policys_own() -> None:
     answer = np.arange(3, 11, dtype=np.int32)
     pair = (answer, np.arange(8) >= 3)
     learner = learner_of(
@@ -516,7 +516,7 @@ def test_losses_by_covariance_find_the_tokens_of_the_step(loss: str) -> None:
         assert stats["policy/clip_share"] >= 0.2 - 0.02
 
 
-def test_the_rank_of_the_covariance_is_by_size_over_the_learnt_tokens() -> None:
+def test_the_rank_of_the_covariance_is_by_size_over_the_trained_tokens() -> None:
     rng = np.random.default_rng(0)
     logs, values = rng.normal(size=(2, 3, 5)).astype(np.float32)
     mask = rng.random((3, 5)) < 0.6
@@ -758,7 +758,7 @@ def test_a_reference_looked_up_once_says_what_it_says_in_every_update() -> None:
         assert told[0][0][key] == pytest.approx(told[1][0][key], rel=1e-4)
 
 
-def test_process_rewards_of_groups_that_are_too_old_are_not_learnt() -> None:
+def test_process_rewards_of_groups_that_are_too_old_are_not_trained_on() -> None:
     def with_process(g: EpisodeGroup) -> EpisodeGroup:
         steps = [np.where(e.drawn, 0.3 * i, 0).astype(np.float32) for i, e in enumerate(g.episodes)]
         scores = [replace(s, process_rewards=r) for s, r in zip(g.scores, steps, strict=True)]
@@ -798,7 +798,7 @@ def test_the_first_episodes_of_a_step_are_kept_as_the_trainer_saw_them(
     assert learner.sights == [], "what is old is not shown beside newer samples"
 
 
-def test_to_keep_what_the_trainer_saw_changes_nothing_of_what_is_learnt() -> None:
+def test_to_keep_what_the_trainer_saw_changes_nothing_of_what_is_trained() -> None:
     plain, watched = learner_of(), learner_of(sights_every=1)
     assert moved(plain) == moved(watched)
     assert apart(plain.params, watched.params) == 0
@@ -837,7 +837,9 @@ def test_components_are_of_the_tokens_that_they_cover_and_in_the_loss() -> None:
 
 
 @pytest.mark.parametrize("minibatches", [2, 5])
-def test_components_are_the_same_however_many_updates_a_step_is_learnt_in(minibatches: int) -> None:
+def test_components_are_the_same_however_many_updates_a_step_is_trained_in(
+    minibatches: int,
+) -> None:
     settings = {"learning_rate": 0.0, "losses": COMPONENTS}
     whole = moved(learner_of(algorithm=settings))
     parts = moved(learner_of(algorithm={**settings, "minibatches": minibatches, "epochs": 2}))
@@ -872,7 +874,7 @@ def test_a_component_follows_its_ramp_from_step_to_step_also_when_restored() -> 
     assert stats["train/loss"] == pytest.approx(stats["train/policy_loss"] + terms, rel=1e-4)
 
 
-def test_demonstrations_of_a_component_are_learnt_as_those_with_a_coefficient() -> None:
+def test_demonstrations_of_a_component_are_trained_on_as_those_with_a_coefficient() -> None:
     pair = (np.arange(3, 11, dtype=np.int32), np.arange(8) >= 3)
     given: dict[str, Any] = {"pairs": iter(lambda: pair, None)}
     named = {"sft": {"loss": "nll", "tokens": "demonstrations", "coefficient": 0.5}}

@@ -87,13 +87,13 @@ def test_with_half_the_rows_the_update_is_the_same_and_stays_halved():
     with memory_for(step, 2, seen):
         state, stats = step.update(step.init(PARAMS), DATA)
         assert seen == [6, 3, 2, 2, 2]
-        learnt = jax.tree.map(np.array, state.params)
+        trained = jax.tree.map(np.array, state.params)
         step.update(state, DATA)
         assert seen[5:] == [2, 2, 2], "it does not try the large ones again"
     assert stats["faults/oom_retries"] == 2 and stats["train/micro_batches"] == 3
     assert "faults/oom_retries" not in told
     assert stats["train/loss"] == pytest.approx(told["train/loss"], abs=1e-6)  # terms of about 1
-    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(learnt), strict=True):
+    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(trained), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -170,7 +170,7 @@ def test_a_program_that_the_machine_has_no_memory_for_is_not_started(monkeypatch
         np.testing.assert_allclose(a, b, atol=1e-6)
     monkeypatch.setattr(update_module, "host_memory", lambda: (2**40, 1))
     another = make_step()
-    learnt, _ = another.update(another.init(PARAMS), DATA)
+    trained, _ = another.update(another.init(PARAMS), DATA)
     assert another.sizes.most == 1 and "may not suffice" in caplog.text, "an estimate ends no run"
-    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(learnt.params), strict=True):
+    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)

@@ -179,7 +179,7 @@ def test_an_episode_longer_than_a_row_is_refused_and_does_not_fit():
         pack_groups([group], advantages, 8)
 
 
-def test_a_mask_takes_tokens_out_of_what_is_learnt():
+def test_a_mask_takes_tokens_out_of_what_is_trained():
     made, advantages = drawn_groups([[[True, True], [True, True]]])
     nothing, half = np.zeros(3, bool), np.array([False, True, False])
     batch = pack_groups(made, advantages, 8, masks=[[nothing, half]])
@@ -188,7 +188,7 @@ def test_a_mask_takes_tokens_out_of_what_is_learnt():
     assert (batch.advantages[~batch.mask] == 0).all()
 
 
-def test_a_first_token_cannot_be_learnt():
+def test_a_first_token_cannot_be_trained():
     with pytest.raises(DataError, match="first token"):
         pack_pairs([(np.arange(3, dtype=np.int32), np.ones(3, bool))], 8)
 

@@ -25,7 +25,7 @@ from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, preference_update
 from jaxrl_async.trainer.pack_pairs import pack_preference
-from jaxrl_async.trainer.pair_credit import as_learnt
+from jaxrl_async.trainer.pair_credit import pair_algorithm
 from jaxrl_async.trainer.update_programs import Frozen
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
@@ -83,7 +83,7 @@ GROUPS = [
 def learner_of(pairs: dict, settings: LearningSettings, algorithm: dict | None = None) -> Learner:
     section = PairsSection(**pairs)
     given = schema.AlgorithmSection(**{"learning_rate": RATE, **(algorithm or {})})
-    step = policy_update(SPEC, settings, as_learnt(given), total_steps=20)
+    step = policy_update(SPEC, settings, pair_algorithm(given), total_steps=20)
     how = LearnerSettings(algorithm=given, row_length=ROW, pairs=section)
     beside = Companions(
         own_pass=LogprobPass(SPEC, settings),

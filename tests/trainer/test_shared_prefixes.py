@@ -114,7 +114,7 @@ GROUPS = [group(seed) for seed in range(3)]
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), vocab=st.sampled_from([2, 4, 23]), row=st.sampled_from([40, 64]))
-def test_each_token_sees_its_context_and_is_learnt_in_one_place(seed, vocab, row):
+def test_each_token_sees_its_context_and_is_trained_in_one_place(seed, vocab, row):
     groups = [group(seed + n, vocab=vocab, branches=4) for n in range(2)]
     shaped = shape(step_data(groups))
     step = pack_step(shaped, row, share_prefixes=True)
@@ -151,12 +151,12 @@ def test_mini_batches_share_anew_and_learn_each_token_once(seed, parts, vocab):
     step = pack_step(shape(step_data(groups)), ROW, share_prefixes=True)
     apart = pack_step(shape(step_data(groups)), ROW)
     step.batch.advantages[step.batch.mask] = np.arange(step.batch.num_tokens) + 1
-    learnt = []
+    trained = []
     for part in deal(step.batch, parts, (seed,)):
         rows = step.rows.at(step.index.places_of(part)).batch
         whole = apart.rows.at(apart.index.places_of(part)).batch
         assert len(rows.mask) <= len(whole.mask) and rows.num_tokens == whole.num_tokens
-        learnt += rows.advantages[rows.mask].tolist()
+        trained += rows.advantages[rows.mask].tolist()
         for number in part:
             for name in ("token_ids", "behavior_logprobs", "versions", "offsets", "group_ids"):
                 columns = [getattr(b, name) for b in (rows, whole)]
@@ -167,7 +167,7 @@ def test_mini_batches_share_anew_and_learn_each_token_once(seed, parts, vocab):
                     for column, b in zip(columns, (rows, whole), strict=True)
                 ]
                 np.testing.assert_array_equal(*map(np.sort, own), name)
-    assert sorted(learnt) == list(range(1, step.batch.num_tokens + 1))
+    assert sorted(trained) == list(range(1, step.batch.num_tokens + 1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -262,10 +262,10 @@ def test_flops_count_what_is_computed():
     assert forward_flops(SPEC, batch) == pytest.approx(wanted)
 
 
-# ---- what is learnt
+# ---- what is trained
 
 
-def learnt(
+def trained(
     shares: bool, algorithm: dict[str, Any], *, spec: ModelSpec = SPEC, axes: Any = None,
     teacher: dict[str, Any] | None = None, critic: bool = False, columns: Any = None,
     steps: int = 1,
@@ -318,7 +318,7 @@ def value_params(spec: ModelSpec, params: Any) -> Any:
 def assert_learns_the_same(**how: Any) -> None:
     """Weights within 1e-5 of the largest step of an array and float32's rounding of the sum; every
     number of the report but those of the packing."""
-    (apart, wanted), (shared, found) = (learnt(s, **how) for s in (False, True))
+    (apart, wanted), (shared, found) = (trained(s, **how) for s in (False, True))
     assert shared["train/shared_tokens"] > 0.2 and shared["train/rows"] <= apart["train/rows"]
     assert shared["train/flops"] < apart["train/flops"]
     for key, value in apart.items():

@@ -132,7 +132,7 @@ def test_masks_and_experts_arrive_where_their_tokens_are(drawn, rows):
     assert seen == len(made)
 
 
-def test_what_is_drawn_but_not_learnt_keeps_its_mask():
+def test_what_is_drawn_but_not_trained_keeps_its_mask():
     episode, mask = episode_of([True, True, False, True], 0)
     batch = packed(episode, masks=[[np.array([0, 0, 1, 0, 1], bool)]])
     bits = np.unpackbits(np.asarray(batch.kept)[0, :5], axis=-1, bitorder="little")[:, :VOCAB]

@@ -64,12 +64,12 @@ class Script:
         self.failing_saves, self.hurries = failing_saves, hurries
         self.telling_saves, self.evaluate = telling_saves, evaluate
         self.asked: list[tuple[int, bool]] = []
-        self.learnt, self.begun = threading.Condition(), list[tuple[int, dict[str, float]]]()
+        self.learn_begun, self.begun = threading.Condition(), list[tuple[int, dict[str, float]]]()
 
     def learn(self, groups: Any, version: int, turns: Any) -> dict[str, float]:
-        with self.learnt:
+        with self.learn_begun:
             self.events.append(f"learn {version}")
-            self.learnt.notify_all()
+            self.learn_begun.notify_all()
         stats = {"train/skipped": float(version in self.skipped)}
         if self.ess:
             stats["offpolicy/ess_share"] = self.ess[version]
@@ -173,14 +173,14 @@ def test_each_evaluation_has_its_own_cadence() -> None:
 
 
 def evaluated_while_learning(script: Script) -> dict[str, float]:
-    """An evaluation that ends only once the next version is learnt."""
+    """An evaluation that ends only once the next version is trained."""
     asked = [e for e in script.events if e.startswith("learn")]
     script.events.append("begin to evaluate")
-    with script.learnt:
-        known = script.learnt.wait_for(
+    with script.learn_begun:
+        known = script.learn_begun.wait_for(
             lambda: [e for e in script.events if e.startswith("learn")] != asked, timeout=60
         )
-    assert known, "the next version is learnt meanwhile"
+    assert known, "the next version is trained meanwhile"
     script.events.append("evaluated")
     return {"eval/accuracy": 0.5}
 

@@ -414,7 +414,7 @@ def open_checkpoints(
     )
 
 
-def read_learnt(
+def read_trained(
     place: CheckpointStorage,
     step: int,
     dtype: DTypeLike,
@@ -444,8 +444,8 @@ def read_learnt(
         else:
             log.error("%s has no %s: its files may be damaged", folder, CHECKSUMS)
             place.check_links(step)
-        learnt = v1.checkpointables_metadata(folder).metadata[STATE]["train"]["params"]
-        like = jax.tree.map(functools.partial(_wanted, dtype=dtype, on_host=on_host), learnt)
+        trained = v1.checkpointables_metadata(folder).metadata[STATE]["train"]["params"]
+        like = jax.tree.map(functools.partial(_wanted, dtype=dtype, on_host=on_host), trained)
         with context:
             items = v1.load_checkpointables(folder, {STATE: {"train": {"params": like}}})
     except Exception as error:
