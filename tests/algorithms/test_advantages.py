@@ -350,7 +350,7 @@ def test_a_sequences_return_is_its_reward_and_what_its_tokens_earned(name):
     assert max(np.abs(a).max() for a in got[0]) > 0
 
 
-def test_process_rewards_alone_are_learnt_from():
+def test_process_rewards_alone_are_trained_on():
     """Equal rewards of the sequences: before, all advantages were 0."""
     equal = step_data([group_of([1.0] * 4, token_rewards=EARNED)])
     r = np.array([0.5, 0.75, 0.0, 0.75])

@@ -133,7 +133,7 @@ def test_loss_and_weights_are_those_of_the_formula(name, by_hand, num_pairs) -> 
     assert report["preference/accuracy"] == pytest.approx(np.mean(right))
 
 
-def test_without_pairs_nothing_is_learnt() -> None:
+def test_without_pairs_nothing_is_trained() -> None:
     sums = AnswerSums(logprobs=np.zeros(2), lengths=np.ones(2), reference=np.zeros(2))
     slopes, report = PairWeights(pairs_loss("dpo"))([], sums)
     assert not slopes.any() and report["train/policy_loss"] == 0

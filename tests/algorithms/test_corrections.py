@@ -61,7 +61,7 @@ def packed() -> TokenInputs:
 
 
 def each_sequence(x: TokenInputs, values: np.ndarray, reduction) -> np.ndarray:
-    """reduction over each sequence's learnt tokens, at all its places."""
+    """reduction over each sequence's trained tokens, at all its places."""
     found, mask = np.zeros(x.mask.shape), np.asarray(x.mask)
     for row, ids in enumerate(np.asarray(x.segment_ids)):
         for segment in set(ids.tolist()) - {0}:
@@ -206,14 +206,14 @@ def test_only_negative_advantages_beyond_delta_are_masked_by_opsm():
 
 
 @pytest.mark.full
-def test_the_mean_that_opsm_compares_is_over_learnt_tokens_alone():
+def test_the_mean_that_opsm_compares_is_over_trained_tokens_alone():
     x = inputs([[-1.0, 9.0, -1.0]], mask=[[1, 0, 1]])
     assert np.asarray(correction.resolve({"opsm": {"delta": 0.4}})(x).weights).tolist() == [
         [0, 1, 0]
     ]
 
 
-def test_a_token_of_the_oldest_age_allowed_is_learnt_and_ages_below_0_count_as_0():
+def test_a_token_of_the_oldest_age_allowed_is_trained_and_ages_below_0_count_as_0():
     x = inputs(np.zeros((1, 4)), ages=[[-2, 3, 4, 5]])
     limited = correction.resolve({"age_limit": {"max_age": 4}})(x).weights
     assert np.asarray(limited).tolist() == [[1, 1, 1, 0]]

@@ -1,4 +1,4 @@
-"""Advantages among peers and in forks beside sums written out; nothing is lost or learnt twice."""
+"""Advantages among peers and in forks beside sums written out; nothing is lost or trained twice."""
 
 import numpy as np
 import pytest
@@ -87,9 +87,9 @@ def test_each_drawn_token_has_the_advantage_of_one_comparison(several, trunk) ->
     planted_groups = [planted(tree) for tree in several]
     groups = [g for g, _ in planted_groups]
     data = step_data(groups)
-    learnt = compared_with_peers(data, advantage.resolve("group_normalized"), trunk=trunk)
-    assert len(learnt.advantages) == len(groups)
-    for (whole, forks), found, tree in zip(planted_groups, learnt.advantages, several, strict=True):
+    result = compared_with_peers(data, advantage.resolve("group_normalized"), trunk=trunk)
+    assert len(result.advantages) == len(groups)
+    for (whole, forks), found, tree in zip(planted_groups, result.advantages, several, strict=True):
         rewards = [s.reward for s in whole.scores]
         wanted = [np.zeros(len(e.token_ids)) for e in whole.episodes]
         for i, value in enumerate(normalized(rewards[: len(tree)])):
@@ -125,8 +125,8 @@ def test_a_seats_word_is_no_fork_and_splits_all_the_same() -> None:
     whole = group(*((episode(4, 2, w), r) for w, r in zip(words, [1, 0, 3, 10], strict=True)))
     assert all(fork_point(e) is None for e in whole.episodes)
     assert [len(g.episodes) for g in by_peers(step_data([whole])).groups] == [2, 2]
-    learnt = compared_with_peers(step_data([whole]), advantage.resolve("group_mean"), trunk="group")
-    assert [a[-1] for a in learnt.advantages[0]] == [-1, -5, 1, 5]
+    result = compared_with_peers(step_data([whole]), advantage.resolve("group_mean"), trunk="group")
+    assert [a[-1] for a in result.advantages[0]] == [-1, -5, 1, 5]
 
 
 def test_what_the_trunk_earned_before_the_pivot_does_not_count_in_the_fork() -> None:

@@ -112,7 +112,7 @@ def packed() -> TokenInputs:
 
 
 def each_sequence(n: TokenInputs, values: np.ndarray, reduction) -> np.ndarray:
-    """reduction over each sequence's learnt tokens, at all its places."""
+    """reduction over each sequence's trained tokens, at all its places."""
     found = np.zeros(n.mask.shape)
     for row, ids in enumerate(n.segment_ids):
         for segment in set(ids.tolist()) - {0}:

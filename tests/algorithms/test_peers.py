@@ -154,8 +154,8 @@ def test_seats_survive_bytes_and_come_back_in_their_order() -> None:
     assert [(e.seat, e.peers) for e in back.episodes] == [(e.seat, e.peers) for e in group.episodes]
     assert [len(one.episodes) for one in split_group(back)] == [2, 1]
     data = valued([group])
-    learnt = advantage["reinforce"](by_peers(data))
-    assert [len(a) for a in of_groups(learnt, data.groups).advantages[0]] == [
+    estimates = advantage["reinforce"](by_peers(data))
+    assert [len(a) for a in of_groups(estimates, data.groups).advantages[0]] == [
         len(e.token_ids) for e in group.episodes
     ]
 

@@ -107,14 +107,14 @@ def test_whatever_is_shaped_fits_together_and_counts_what_changed(name, drawn):
         for e, mask in zip(g.episodes, masks, strict=True):
             assert mask.dtype == bool and mask.shape == e.drawn.shape and not mask[~e.drawn].any()
     same_rewards = all(map(np.array_equal, before.rewards, data.rewards))
-    learnt = [m.sum() for of_group in result.masks for m in of_group]
-    untouched = same_rewards and learnt == [e.num_drawn for g in groups for e in g.episodes]
+    trained = [m.sum() for of_group in result.masks for m in of_group]
+    untouched = same_rewards and trained == [e.num_drawn for g in groups for e in g.episodes]
     assert untouched or result.counts[key] > 0
     for a, b in zip(before.rewards, step_data(groups).rewards, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_without_any_everything_drawn_is_learnt():
+def test_without_any_everything_drawn_is_trained():
     result = shape(step_data([group([1.0, 0.0])]))
     assert all(
         (m == e.drawn).all()
@@ -138,7 +138,7 @@ def test_the_soft_penalty_is_added_by_drawn_length():
     assert result.counts == {"shaping/overlong_penalized": 2}
 
 
-def test_truncated_episodes_are_not_learnt_but_still_counted_in_the_baseline():
+def test_truncated_episodes_are_not_trained_on_but_still_counted_in_the_baseline():
     result = shaped_by("mask_truncated", group([1.0, 0.0], [2, 3], cut=(1,)))
     assert [m.sum() for m in result.masks[0]] == [2, 0]
     assert result.data.rewards[0].tolist() == [1.0, 0.0]

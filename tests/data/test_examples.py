@@ -57,7 +57,7 @@ def test_pairs_are_a_function_of_seed_and_index_and_held_out_ones_of_neither():
     )
 
 
-def test_demonstrations_are_worked_answers_with_what_is_learnt():
+def test_demonstrations_are_worked_answers_with_what_is_trained():
     split = demonstrations(DATA, TOKENIZER, 0, 64)
     ids, mask = split.train[3]
     prompt, answer = text(ids[~mask]), text(ids[mask])

@@ -235,10 +235,10 @@ def test_a_token_gets_its_logprob_from_the_position_before_it():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("learnt", ["head", "frozen head", "frozen head, entropy"])
+@pytest.mark.parametrize("trained", ["head", "frozen head", "frozen head, entropy"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("masked", [False, True])
-def test_what_is_not_wanted_costs_nothing_and_changes_nothing(learnt, share, masked):
+def test_what_is_not_wanted_costs_nothing_and_changes_nothing(trained, share, masked):
     rng = np.random.default_rng(0)
     n, width, vocab = 23, 8, 19
     x, head = (rng.normal(size=s).astype(np.float32) for s in ((n, width), (width, vocab)))
@@ -250,7 +250,7 @@ def test_what_is_not_wanted_costs_nothing_and_changes_nothing(learnt, share, mas
     )
     kept = bits if masked else None
     how = HeadSettings(chunk=5, temperature=0.7)
-    takes_entropy = learnt != "frozen head"
+    takes_entropy = trained != "frozen head"
     scale = rng.normal(size=(2, n)).astype(np.float32)
 
     def loss(function):
@@ -261,7 +261,7 @@ def test_what_is_not_wanted_costs_nothing_and_changes_nothing(learnt, share, mas
                 whole += jnp.sum(jnp.where(wanted, scale[1] * entropy, 0))
             return whole, (logprobs, entropy)
 
-        return jax.value_and_grad(total, (0, 1) if learnt == "head" else 0, has_aux=True)
+        return jax.value_and_grad(total, (0, 1) if trained == "head" else 0, has_aux=True)
 
     def only_wanted(x, head):
         return wanted_logprobs(x, head, targets, wanted, how, kept)

@@ -90,10 +90,10 @@ def test_of_a_trainer_over_two_processes_each_has_half_beside_its_sampler() -> N
     """An adapter of rank 8 has 180,224 weights a layer; each takes 16 bytes to learn, and 2 in
     transfer, once. The base takes 4 bytes a weight in the trainer, and 2 in each sampler."""
     config, spec = a_run(4, "mesh={colocated: true, trainer: {fsdp: 2}}", "model.lora.rank=8")
-    learnt, base = 28 * 180_224, num_weights(spec)
-    kv = sampler_bytes(config, spec) - 2 * base - 2 * learnt
+    trained, base = 28 * 180_224, num_weights(spec)
+    kv = sampler_bytes(config, spec) - 2 * base - 2 * trained
     assert 0 < kv - 4 * 151936 * (256 + 320) <= 4 * GIB
-    expected = (4 * base + 16 * learnt) / 2 + 2 * base + 2 * learnt + kv
+    expected = (4 * base + 16 * trained) / 2 + 2 * base + 2 * trained + kv
     assert both_bytes(config, spec) == expected
 
 

@@ -159,4 +159,4 @@ def test_what_cannot_be_survived_stops_the_run_and_says_why(
     if error is StalledError:
         assert "in broken" in (tmp_path / "addition/stacks.txt").read_text()
     else:
-        assert any((tmp_path / "addition/checkpoints").iterdir()), "what was learnt is saved"
+        assert any((tmp_path / "addition/checkpoints").iterdir()), "what was trained is saved"

@@ -207,10 +207,10 @@ def ledger(folder):
     return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
 
 
-def test_the_groups_of_the_only_process_with_rollouts_are_learnt_from_by_all(tmp_path):
+def test_the_groups_of_the_only_process_with_rollouts_are_trained_on_by_all(tmp_path):
     """Samplers in processes of their own: the others' part of each step is empty."""
     table, barrier = [b"", b""], threading.Barrier(2)
-    learnt: list = [None, None]
+    taken: list = [None, None]
 
     def process(index: int) -> None:
         place = Together(index, 2, table, barrier, first_plays=True)
@@ -220,7 +220,7 @@ def test_the_groups_of_the_only_process_with_rollouts_are_learnt_from_by_all(tmp
         numbers = [LATE, 0, 5] if place.plays else []
         joined = place.joined(Buffer(numbers, kept), Stop(), kept, run)
         joined.source.set_limit(3) if not place.plays else None
-        learnt[index] = [[g.ticket.group for g in joined.source.draw(v).groups] for v in (0, 1)]
+        taken[index] = [[g.ticket.group for g in joined.source.draw(v).groups] for v in (0, 1)]
         run.close()
 
     threads = [threading.Thread(target=process, args=(i,)) for i in (0, 1)]
@@ -228,7 +228,7 @@ def test_the_groups_of_the_only_process_with_rollouts_are_learnt_from_by_all(tmp
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert learnt == [[[0], [5]]] * 2, "in the numbers of the one that played them"
+    assert taken == [[[0], [5]]] * 2, "in the numbers of the one that played them"
     trained = [(x["group"], x["version"]) for x in ledger(tmp_path) if x["fate"] == "trained"]
     assert trained == [(0, 0), (5, 1)]
 

@@ -45,7 +45,7 @@ def run(folder: Path, name: str, settings: dict, *overrides: str) -> list[dict]:
     return lines
 
 
-def test_components_of_all_kinds_are_learnt_and_resumed(tmp_path):
+def test_components_of_all_kinds_are_trained_and_resumed(tmp_path):
     (own := tmp_path / "own.py").write_text(OWN)
     settings = {
         "data": {"addition": {"digits": 1, "eval_size": 8}},
@@ -119,7 +119,7 @@ def traces(folder: Path, count: int = 24) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_turns_of_conversations_are_learnt_profiled_and_resumed(tmp_path):
+def test_turns_of_conversations_are_trained_on_profiled_and_resumed(tmp_path):
     """Imitation makes some calls right; the profile keeps the pivots where some miss; RL mends."""
     chat_tokenizer().save_pretrained(tmp_path / "tokenizer")
     file = traces(tmp_path)

@@ -193,7 +193,7 @@ def test_a_reward_model_ends_as_a_directory_with_a_head(runs: Path, tokenizer: s
 
 
 @pytest.mark.full
-def test_records_of_a_file_are_learnt_and_bad_ones_counted(
+def test_records_of_a_file_are_trained_on_and_bad_ones_counted(
     runs: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]

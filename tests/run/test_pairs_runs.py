@@ -48,7 +48,7 @@ def steps_of(config: Config) -> list[dict]:
 
 
 @pytest.mark.exhaustive
-def test_pairs_of_what_a_judge_ranks_are_learnt_while_others_are_drawn(tmp_path: Path) -> None:
+def test_pairs_of_what_a_judge_ranks_are_trained_on_while_others_are_drawn(tmp_path: Path) -> None:
     with FakeJudge() as server:
         server.judge = lambda text: float(len(text) % 10)
         server.faults = ["", "429", "words"]

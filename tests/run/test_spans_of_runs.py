@@ -58,8 +58,8 @@ def test_the_spans_of_a_run_agree_with_its_metrics(tmp_path: Path) -> None:
     trainer = tracks["trainer"]
     for name, key in (("step", "time/step_s"), ("publish", "time/publish_s")):
         assert seconds(trainer, name) == pytest.approx(sum(line[key] for line in lines), abs=1e-4)
-    learnt = sum(line["time/train_s"] for line in lines)  # with what drawing took but for waiting
-    assert seconds(trainer, "learn") == pytest.approx(learnt, rel=0.05, abs=0.05)
+    trained = sum(line["time/train_s"] for line in lines)  # with what drawing took but for waiting
+    assert seconds(trainer, "learn") == pytest.approx(trained, rel=0.05, abs=0.05)
     assert {e["args"]["version"] for e in trainer if e["name"] == "learn"} == {1, 2, 3, 4}
     assert seconds(trainer, "evaluate") >= sum(x.get("time/eval_s", 0) for x in lines)
     (sampler,) = (spans for name, spans in tracks.items() if name.startswith("sampler"))

@@ -1,4 +1,4 @@
-"""Whole runs on tasks of several turns: learnt against their control, repeated and resumed."""
+"""Whole runs on tasks of several turns: learned against their control, repeated and resumed."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ SAME = ("reward/mean", "rollout/length_mean", "rollout/turns_mean", "eval/reward
 
 
 def assert_same(first: Config, second: Config) -> None:
-    """Both runs drew the same tokens and learnt the same from them. Log-probs may differ in their
+    """Both runs drew the same tokens and learned the same from them. Log-probs may differ in their
     last bits: with whom a turn is prefilled together depends on when environments answer."""
     lines = [[{k: x[k] for k in SAME if k in x} for x in metrics_of(c)] for c in (first, second)]
     assert lines[0] == lines[1]
@@ -218,7 +218,7 @@ def test_what_cannot_work_is_refused_before_anything_is_made(
     assert not (tmp_path / "guess_number").exists()
 
 
-LEARNT = {  # steps that are enough, and by how much the held-out reward rises at least
+LEARNED = {  # steps that are enough, and by how much the held-out reward rises at least
     "guess_number": (40, 0.1),
     "nim": (20, 0.2),
     "calculator": (15, 0.3),
@@ -227,9 +227,9 @@ LEARNT = {  # steps that are enough, and by how much the held-out reward rises a
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", LEARNT)
-def test_a_task_is_learnt_and_its_control_is_not(name: str, tmp_path: Path) -> None:
-    steps, rise = LEARNT[name]
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_task_is_learned_and_its_control_is_not(name: str, tmp_path: Path) -> None:
+    steps, rise = LEARNED[name]
     if name == "chain_sum":
         pytest.importorskip("reasoning_gym")
     settings = ("eval.every=0", "eval.temperature=1", "trainer.warmup_steps=2")
@@ -239,12 +239,12 @@ def test_a_task_is_learnt_and_its_control_is_not(name: str, tmp_path: Path) -> N
         for line in run_job(name, tmp_path, *settings, *control)
         if "eval/reward" in line
     ]
-    learnt = (  # goes on from the control's weights, which the warm start made
+    learned = (  # goes on from the control's weights, which the warm start made
         f"model.path={tmp_path / 'control' / 'policy'}",
         "warm_start.steps=0",
         f"run.steps={steps}",
     )
-    lines = run_job(name, tmp_path, *settings, *learnt)
+    lines = run_job(name, tmp_path, *settings, *learned)
     after = [line["eval/reward"] for line in lines if "eval/reward" in line]
     assert abs(before[-1] - before[0]) < rise / 2
     assert after[0] == pytest.approx(before[-1], abs=rise / 2)

@@ -136,7 +136,7 @@ def test_a_run_does_not_go_on_with_other_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_worked_answers_with_pictures_are_learnt(tmp_path: Path) -> None:
+def test_worked_answers_with_pictures_are_trained_on(tmp_path: Path) -> None:
     settings = overrides(tmp_path)[:8]
     more = ["trainer.row_length=128", "trainer.micro_batch_tokens=1024", "eval.every=50"]
     more += ["metrics.tensorboard=false", "run.steps=100", "sft.batch_size=24"]
