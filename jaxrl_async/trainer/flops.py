@@ -77,10 +77,10 @@ def forward_flops(spec: ModelSpec, batch: PackedBatch) -> float:
 
 def _lengths(spec: ModelSpec, batch: PackedBatch) -> tuple[float, float]:
     """Return the arguments of flops_of_lengths for a batch: tokens, squares."""
-    places = batch.positions[batch.segment_ids > 0].astype(np.float64)
+    positions = batch.positions[batch.segment_ids > 0].astype(np.float64)
     windows = [kind.window or np.inf for kind in spec.kinds if not kind.is_linear]
-    squares = {w: float((2 * np.minimum(places, w - 1) + 1).sum()) for w in set(windows)}
-    return float(len(places)), sum(squares[w] for w in windows) / spec.layers
+    squares = {w: float((2 * np.minimum(positions, w - 1) + 1).sum()) for w in set(windows)}
+    return float(len(positions)), sum(squares[w] for w in windows) / spec.layers
 
 
 def attended_length(spec: ModelSpec, length: float) -> float:

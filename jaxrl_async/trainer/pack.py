@@ -58,7 +58,7 @@ class TrainSequence:
     advantages: FloatArray  # [length] float32
     group: int | None = None  # index of its group in the step; None: a separate group
     supervised: bool = False  # a demonstration: its mask is trained by likelihood
-    drawn: BoolArray | None = None  # [length] the tokens with masks in `kept`; None: the mask
+    sampled: BoolArray | None = None  # [length] the tokens with masks in `kept`; None: the mask
     kept: KeptTokens | None = None  # sampling masks
     expert_ids: IntArray | None = None  # [length, layers, k] as in Episode
     starts: tuple[int, ...] = (0,)  # first index of each context, as in Episode
@@ -103,7 +103,7 @@ def pack(
         for name, values in (_columns(sequences) | laid.columns).items():
             column = getattr(batch, name)
             if column is not None:
-                column.reshape(-1)[laid.there] = (
+                column.reshape(-1)[laid.cells] = (
                     values if name in laid.columns else values[laid.tokens]
                 )
     masks = _masks_of(sequences, sampler_columns)
@@ -147,13 +147,13 @@ def pack_groups(
             behavior_logprobs=episode.logprobs,
             versions=episode.versions,
             advantages=values,
-            group=place,
-            drawn=episode.drawn,
+            group=number,
+            sampled=episode.drawn,
             kept=episode.kept,
             expert_ids=episode.expert_ids,
             starts=episode.starts,
         )
-        for place, (group, *of_group) in enumerate(zip(groups, advantages, masks, strict=True))
+        for number, (group, *of_group) in enumerate(zip(groups, advantages, masks, strict=True))
         for episode, values, mask in zip(group.episodes, *of_group, strict=True)
     ]
     alone = [replace(_of_pair(p), group=len(groups) + i) for i, p in enumerate(pairs)]
@@ -180,7 +180,7 @@ def _of_pair(pair: Pair) -> TrainSequence:
         behavior_logprobs=np.zeros(len(token_ids), np.float32),
         versions=np.full(len(token_ids), NOT_DRAWN, np.int32),
         advantages=np.zeros(len(token_ids), np.float32),
-        drawn=np.zeros(len(token_ids), np.bool_),
+        sampled=np.zeros(len(token_ids), np.bool_),
     )
 
 
@@ -240,7 +240,7 @@ class _Laid(NamedTuple):
     """The positions in the rows of the concatenated sequences' tokens; [laid] each, by token."""
 
     tokens: NDArray[np.int64]  # index among all tokens
-    there: NDArray[np.int64]  # flat index in the rows
+    cells: NDArray[np.int64]  # flat index in the rows
     columns: dict[str, NDArray[np.int64]]  # positions, segment_ids
 
 
@@ -270,7 +270,7 @@ def _laid(rows: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_len
     within = np.arange(laid.sum()) - np.repeat(np.cumsum(laid) - laid, laid)
     return _Laid(
         tokens=np.repeat(np.cumsum(whole) - laid, laid) + within,
-        there=np.repeat(starts, laid) + within,
+        cells=np.repeat(starts, laid) + within,
         columns={
             "positions": np.repeat(skips, laid) + within,
             "segment_ids": np.repeat(segments, laid),
@@ -322,11 +322,11 @@ def _write_choices(
     for index, (sequence, begin, first, last) in enumerate(
         zip(sequences, begins, *bounds, strict=True)
     ):
-        own, there = laid.tokens[first:last] - begin, laid.there[first:last]
+        own, cells = laid.tokens[first:last] - begin, laid.cells[first:last]
         at = before[index] if masks else 0
         for name, values in _sampler_columns(sequence, wanted, at).items():
             column = getattr(batch, name)
-            column.reshape(-1, *column.shape[2:])[there] = values[own]
+            column.reshape(-1, *column.shape[2:])[cells] = values[own]
 
 
 def _masks_of(sequences: Sequence[TrainSequence], wanted: SamplerColumns) -> list[KeptTokens]:
@@ -334,18 +334,18 @@ def _masks_of(sequences: Sequence[TrainSequence], wanted: SamplerColumns) -> lis
     vocab = wanted.mask_vocab
     if vocab is None:
         return []
-    return [sequence_masks(_kept(s, wanted), s.token_ids, _drawn(s), vocab) for s in sequences]
+    return [sequence_masks(_kept(s, wanted), s.token_ids, _sampled(s), vocab) for s in sequences]
 
 
 def _kept(sequence: TrainSequence, wanted: SamplerColumns) -> KeptTokens | None:
     if sequence.kept is None and not wanted.masks_all:
-        return KeptTokens.whole(int(np.count_nonzero(_drawn(sequence))))
+        return KeptTokens.whole(int(np.count_nonzero(_sampled(sequence))))
     return sequence.kept
 
 
-def _drawn(sequence: TrainSequence) -> BoolArray:
+def _sampled(sequence: TrainSequence) -> BoolArray:
     """Return the tokens that have masks."""
-    return sequence.mask if sequence.drawn is None else sequence.drawn
+    return sequence.mask if sequence.sampled is None else sequence.sampled
 
 
 def _layout(columns: SamplerColumns) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -370,9 +370,9 @@ def _sampler_columns(
     before: number of masks of the sequences before it.
     """
     columns: dict[str, NDArray[Any]] = {}
-    drawn = _drawn(sequence)
+    sampled = _sampled(sequence)
     if wanted.mask_vocab is not None:
-        columns["kept"] = np.where(drawn, np.cumsum(drawn) - 1 + before, NO_MASK)
+        columns["kept"] = np.where(sampled, np.cumsum(sampled) - 1 + before, NO_MASK)
     if wanted.routing is not None:
         length = len(sequence.token_ids)
         columns["expert_ids"] = sequence_experts(sequence.expert_ids, length, wanted.routing)

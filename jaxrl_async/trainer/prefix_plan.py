@@ -188,10 +188,10 @@ def prefix_trees(
     """
     fits = len(group.keys[0].tokens) <= first_room
     forest = _Forest(row_length, first_room if fits else row_length)
-    for place, key in enumerate(group.keys):
+    for position, key in enumerate(group.keys):
         length = len(key.tokens)
         most = min(length - 1, key.first_trained)
-        forest.add(length, np.minimum(group.common[place, :place], most) - 1)
+        forest.add(length, np.minimum(group.common[position, :position], most) - 1)
     return [[LaidContext(group.order[i], skipped) for i, skipped in t] for t in forest.trees()]
 
 
@@ -257,9 +257,9 @@ def common_lengths(tokens: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
     order = sorted(range(len(tokens)), key=lambda i: tokens[i].tobytes())
     neighbours = np.array([_common(tokens[a], tokens[b]) for a, b in pairwise(order)], np.int64)
     table = np.zeros((len(tokens), len(tokens)), np.int64)
-    for place, index in enumerate(order[:-1]):
-        least = np.minimum.accumulate(neighbours[place:])
-        table[index, order[place + 1 :]] = table[order[place + 1 :], index] = least
+    for position, index in enumerate(order[:-1]):
+        least = np.minimum.accumulate(neighbours[position:])
+        table[index, order[position + 1 :]] = table[order[position + 1 :], index] = least
     return table
 
 

@@ -352,8 +352,8 @@ GROUPS = (
         ),
         (
             (
-                "np.arange(len(self.places)) >= self.shared",
-                "np.arange(len(self.places)) > self.shared",
+                "np.arange(len(self.indices)) >= self.shared",
+                "np.arange(len(self.indices)) > self.shared",
             ),
         ),
     ),
@@ -368,8 +368,8 @@ GROUPS = (
                 "most = min(length - 1, key.first_trained + 1)",
             ),
             (
-                "np.minimum(group.common[place, :place], most) - 1",
-                "np.minimum(group.common[place, :place], most)",
+                "np.minimum(group.common[position, :position], most) - 1",
+                "np.minimum(group.common[position, :position], most)",
             ),
         ),
     ),
@@ -409,12 +409,12 @@ GROUPS = (
         ),
         (
             ("behavior[flat] - teacher.logprobs[used]", "teacher.logprobs[used] - behavior[flat]"),
-            ("teacher.weight * whole[known]", "whole[known]"),
-            ("own[teacher.places] & mask[flat]", "own[teacher.places]"),
+            ("teacher.weight * of_spans[known]", "of_spans[known]"),
+            ("owned[teacher.places] & mask[flat]", "owned[teacher.places]"),
             ("total / count", "total"),
             ("weights[flat, slot] = teacher.weight", "weights[flat, slot] = 1.0"),
             ("for t in of_one if t.teacher == name}", "for t in of_one}"),
-            ("known = np.isfinite(apart)", "known = apart == apart"),
+            ("known = np.isfinite(difference)", "known = difference == difference"),
         ),
     ),
     Group(
@@ -469,7 +469,7 @@ GROUPS = (
             "trainer/test_named_teachers.py::test_spans_are_compared_as_a_whole_where_no_tokens_match",
         ),
         (
-            ("place = jnp.where(last < 0, length, last)", "place = last"),
+            ("index = jnp.where(last < 0, length, last)", "index = last"),
             ("jnp.sum(teacher.weights * of_spans", "jnp.sum(of_spans"),
             ("jnp.log(jnp.maximum(-jnp.expm1(logprobs), MIN_REST))", "jnp.log(MIN_REST)"),
         ),
@@ -481,9 +481,9 @@ GROUPS = (
             "trainer/test_distill.py::test_the_slope_of_the_order_is_the_students_alone",
         ),
         (
-            ("jnp.where(teacher_ids < 0, given, 0.0), k)[0]", "given, k)[0]"),
+            ("jnp.where(teacher_ids < 0, probs, 0.0), k)[0]", "probs, k)[0]"),
             ("jnp.where(alone, jnp.exp(student), 0.0), k)[0]", "jnp.exp(student), k)[0]"),
-            ("jnp.where(theirs > 0, jnp.abs(ours - theirs), 0.0)", "jnp.abs(ours - theirs)"),
+            ("jnp.where(teacher > 0, jnp.abs(own - teacher), 0.0)", "jnp.abs(own - teacher)"),
             (
                 "jnp.exp(jax.lax.stop_gradient(teacher_logprobs.astype(jnp.float32)))",
                 "jnp.exp(teacher_logprobs.astype(jnp.float32))",
@@ -497,7 +497,7 @@ GROUPS = (
         ),
         (
             ("jnp.where(ids < 0, MIN_LOGPROB, logprobs)", "logprobs"),
-            ("apart + unmatched.weight * sorted", "apart + sorted"),
+            ("gap + unmatched.weight * sorted", "gap + sorted"),
         ),
     ),
     Group(
@@ -802,7 +802,12 @@ GROUPS = (
     Group(
         "trainer/data_metrics",
         ("trainer/test_data_metrics.py",),
-        (("own = [group for group in groups if group.prompt.task == name]", "own = list(groups)"),),
+        (
+            (
+                "of_task = [group for group in groups if group.prompt.task == name]",
+                "of_task = list(groups)",
+            ),
+        ),
     ),
     Group(
         "model/logprobs",

@@ -124,7 +124,7 @@ def test_mini_batches_hold_whole_episodes_with_their_contexts_as_they_were(seed,
     dealt = deal(step.batch, parts, (seed,))
     assert sorted(np.concatenate(dealt)) == list(range(4))
     for sequences in dealt:
-        small = repacked(step.batch, step.index.places_of(sequences))
+        small = repacked(step.batch, step.index.select(sequences))
         assert set(small.sequence_ids[small.sequence_ids >= 0]) == set(sequences)
         for s in sequences:
             episode = group.episodes[s]

@@ -515,7 +515,7 @@ def test_a_local_teacher_computes_its_own_episodes_alone(share_prefixes: bool) -
     np.testing.assert_array_equal(advice.columns["teacher_ids"][mine], ids[mine])
     np.testing.assert_allclose(advice.columns["teacher_logprobs"][mine], likely[mine], atol=1e-5)
     assert (advice.columns["teacher_weights"][mine] == 0.5).all()
-    named = step.rows.at(step.index.places_of(np.array([2, 3]))).batch
+    named = step.rows.at(step.index.select(np.array([2, 3]))).batch
     assert advice.report["teacher/flops"] == 2 * forward_flops(SPEC, named)
     assert len(named.token_ids) < len(step.batch.token_ids), "the others' rows are left out"
     trained = sum(e.num_drawn for e in groups[1].episodes)

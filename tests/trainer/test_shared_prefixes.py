@@ -75,7 +75,7 @@ def episode(rng: np.random.Generator, prompt: np.ndarray, branches: int, vocab: 
         contexts.append(np.concatenate([seen, answer]))
         drawn.append(np.arange(len(contexts[-1])) >= len(seen))
     token_ids, mask = np.concatenate(contexts).astype(np.int32), np.concatenate(drawn)
-    places = np.concatenate([np.arange(len(c)) for c in contexts])
+    index = np.concatenate([np.arange(len(c)) for c in contexts])
     count = int(mask.sum())
     return Episode(
         token_ids=token_ids,
@@ -87,7 +87,7 @@ def episode(rng: np.random.Generator, prompt: np.ndarray, branches: int, vocab: 
             ids=np.stack([token_ids[mask], np.full(count, VOCAB - 1)], 1).ravel().astype(np.int32),
             starts=2 * np.arange(count + 1, dtype=np.int32),
         ),
-        expert_ids=(np.stack([[places, places + 1]] * 2).transpose(2, 0, 1) % 4).astype(np.int8),
+        expert_ids=(np.stack([[index, index + 1]] * 2).transpose(2, 0, 1) % 4).astype(np.int8),
         starts=tuple(np.cumsum([0, *(len(c) for c in contexts[:-1])]).tolist()),
     )  # fmt: skip
 
@@ -128,13 +128,13 @@ def test_each_token_sees_its_context_and_is_trained_in_one_place(seed, vocab, ro
         assert tuple(c.offset for c in of_sequence) == e.starts
         for context, start, end in zip(of_sequence, e.starts, (*e.starts[1:], None), strict=True):
             tokens, drawn = e.token_ids[start:end], e.drawn[start:end]
-            rows, columns = np.divmod(context.places[context.shared :], row)
+            rows, columns = np.divmod(context.indices[context.shared :], row)
             assert not drawn[: context.shared].any() and len(set(rows)) == 1
             assert batch.mask[rows, columns].tolist() == drawn[context.shared :].tolist()
-            for place, at in enumerate(columns, context.shared):
+            for index, at in enumerate(columns, context.shared):
                 seen = np.flatnonzero((np.arange(row) <= at) & (at < until[rows[0]]))
-                assert batch.positions[rows[0], seen].tolist() == list(range(place + 1))
-                assert batch.token_ids[rows[0], seen].tolist() == tokens[: place + 1].tolist()
+                assert batch.positions[rows[0], seen].tolist() == list(range(index + 1))
+                assert batch.token_ids[rows[0], seen].tolist() == tokens[: index + 1].tolist()
             if context.shared:  # so its first own token is predicted by its left neighbour
                 assert batch.token_ids[rows[0], columns[0] - 1] == tokens[context.shared - 1]
                 assert (
@@ -153,8 +153,8 @@ def test_mini_batches_share_anew_and_learn_each_token_once(seed, parts, vocab):
     step.batch.advantages[step.batch.mask] = np.arange(step.batch.num_tokens) + 1
     trained = []
     for part in deal(step.batch, parts, (seed,)):
-        rows = step.rows.at(step.index.places_of(part)).batch
-        whole = apart.rows.at(apart.index.places_of(part)).batch
+        rows = step.rows.at(step.index.select(part)).batch
+        whole = apart.rows.at(apart.index.select(part)).batch
         assert len(rows.mask) <= len(whole.mask) and rows.num_tokens == whole.num_tokens
         trained += rows.advantages[rows.mask].tolist()
         for number in part:
