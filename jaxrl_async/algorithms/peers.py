@@ -107,8 +107,8 @@ def among_compared(data: StepData, advantage: AdvantageFn, least: int) -> StepAd
     advantages = [[np.zeros(len(e.drawn), np.float32) for e in g.episodes] for g in data.groups]
     if parts:
         estimates = advantage(picked(data, parts))
-        for (group, of), found in zip(parts, estimates.advantages, strict=True):
-            for index, values in zip(of, found, strict=True):
+        for (group, of), of_group in zip(parts, estimates.advantages, strict=True):
+            for index, values in zip(of, of_group, strict=True):
                 advantages[group][index] = values
     return StepAdvantages(advantages=tuple(tuple(of) for of in advantages))
 

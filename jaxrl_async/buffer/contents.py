@@ -129,7 +129,7 @@ class Contents:
         return len(self.pending) * self._reuse + sum(self.taken.values()) + left
 
     @property
-    def places(self) -> int:
+    def num_groups(self) -> int:
         """Number of groups in memory."""
         return len(self.pending) + len(self.kept)
 

@@ -13,7 +13,7 @@ then take the slot immediately, so the step can still be filled (no livelock at 
 Tokens of one group have versions from its ticket's up to the live one; the bound applies to the
 oldest.
 
-With when_too_old="drop", a slot is a place in memory: each group in flight, ready or kept holds
+With when_too_old="drop", a slot is room for a group in memory: each in flight, ready or kept holds
 one, which is freed when the group leaves. Rollouts then run ahead of the bound. Groups that are too
 old at the draw are dropped there; groups that become too old while they are generated are cancelled
 (see `watch`).
@@ -88,7 +88,7 @@ class BufferSettings:
         return least_limit(self.groups_per_step, self.lookahead, self.reuse)
 
     def capacity(self, limit: int) -> int:
-        """Return the number of slots for this staleness target; with "drop", the places in
+        """Return the number of slots for this staleness target; with "drop", the groups in
         memory."""
         if not self.waits:
             return memory_bound(self.max_staleness, self.groups_per_step, self.overcommit)
@@ -136,7 +136,7 @@ class ReplayBuffer:
         self._limit = settings.max_staleness  # the staleness target
         self._capacity = settings.capacity(self._limit)
         self._ledger, self._note, self._clock = ledger or Ledger(), note, clock
-        self._tell_dropped = dropped
+        self._on_dropped = dropped
         self._changed = threading.Condition()
         self._live = 0
         self._contents = Contents(settings.reuse)
@@ -265,7 +265,7 @@ class ReplayBuffer:
         start = self._clock()
         with self._changed:
             self._selection.begin_draw()
-            self._tell_age(version)
+            self._report_age(version)
             complete = self._wait(lambda: self._complete(version), timeout_s)
             waited_s = self._clock() - start
             contents = self._contents
@@ -281,7 +281,7 @@ class ReplayBuffer:
             )
             contents.tally.resampled = 0
             contents.hold(version, len(groups))
-            if not self._settings.waits:  # their places in memory are already free
+            if not self._settings.waits:  # their memory is already free
                 self._changed.notify_all()
             dropped, self._dropped = tuple(self._dropped), []
             cancelled, self._cancelled = tuple(self._cancelled), []
@@ -390,7 +390,7 @@ class ReplayBuffer:
     # ---- under the lock
 
     def _active(self) -> int:
-        return self._contents.slots if self._settings.waits else self._contents.places
+        return self._contents.slots if self._settings.waits else self._contents.num_groups
 
     def _free_slots(self) -> int:
         """Return the number of groups that may start now."""
@@ -413,7 +413,7 @@ class ReplayBuffer:
         raise_if_hopeless(self._settings, self._contents.tally, self._dropped)
         return False
 
-    def _tell_age(self, version: int) -> None:
+    def _report_age(self, version: int) -> None:
         """Call `aged` if the oldest trainable version rises at this version. The same bound applies
         to the draw."""
         self._version = version
@@ -450,8 +450,8 @@ class ReplayBuffer:
 
     def _forget(self, task: str, number: int, reason: Drop) -> None:
         """Report a group that will not be trained on."""
-        self._selection.note_gone(number)
-        self._tell_dropped(task, number, reason)
+        self._selection.note_dropped(number)
+        self._on_dropped(task, number, reason)
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         done = self._changed.wait_for(lambda: self._closed or ready(), timeout_s)

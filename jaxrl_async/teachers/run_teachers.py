@@ -72,9 +72,9 @@ class RunTeachers:
         outages = outages or Outages(count=faults.add)
         top_k = section.top_k if section is not None and section.form == "loss" else 0
         self.tokenizer = tokenizer
-        self.own = _Other(tokenizer, chat, None)
+        self.own = _ChatTokenizer(tokenizer, chat, None)
         self.of_others = {
-            name: _Other.of(one.tokenizer, tokenizer, chat)
+            name: _ChatTokenizer.of(one.tokenizer, tokenizer, chat)
             for name, one in config.named_teachers.items()
             if one.tokenizer is not None
         }
@@ -187,7 +187,7 @@ class TaskTeachers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Other:
+class _ChatTokenizer:
     """A tokenizer with its chat format, and how it writes what the policy's has written."""
 
     tokenizer: Tokenizer
@@ -240,8 +240,8 @@ class _Trial:
         if self._opening is not None and self._service.reads_other_tokens:
             opening = self._opening(prompt)
         for episode in episodes:
-            found = await self._service.of_episode(episode, 1.0, prompt, opening)
-            if not len(found.places) and self._service.reads_other_tokens:
+            scores = await self._service.of_episode(episode, 1.0, prompt, opening)
+            if not len(scores.places) and self._service.reads_other_tokens:
                 log.warning(
                     "%s: no token of an answer such as %r can be aligned with the teacher's. See "
                     "teacher/<name>/unaligned_tokens",

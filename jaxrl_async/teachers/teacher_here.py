@@ -77,27 +77,29 @@ class TeacherHere(EpisodeTeacher):
 
     def _answer_some(self) -> None:
         """Answer what waits; every question calls this once, and most of them find nothing."""
-        taken = self._taken()
-        asked = [(ids, future) for ids, future in taken if future.set_running_or_notify_cancel()]
-        if not asked:
+        waiting = self._next_requests()
+        requests = [
+            (ids, future) for ids, future in waiting if future.set_running_or_notify_cancel()
+        ]
+        if not requests:
             return
         began_s = time.monotonic()
         try:
             if self._compute is None:
                 self._compute = self._load()
-            found = self._compute([ids for ids, _ in asked])
+            results = self._compute([ids for ids, _ in requests])
         except BaseException as error:
-            self._counts["failures"] += len(asked)
-            for _, future in asked:
+            self._counts["failures"] += len(requests)
+            for _, future in requests:
                 future.set_exception(error)
             return
         finally:
             self._counts["calls"] += 1
             self._counts["call_s"] += time.monotonic() - began_s
-        for (_, future), one in zip(asked, found, strict=True):
-            future.set_result(ContextLogprobs(*one))
+        for (_, future), result in zip(requests, results, strict=True):
+            future.set_result(ContextLogprobs(*result))
 
-    def _taken(self) -> list[tuple[IntArray, Future[ContextLogprobs]]]:
+    def _next_requests(self) -> list[tuple[IntArray, Future[ContextLogprobs]]]:
         """Take the first questions that wait, up to the maximum of tokens."""
         taken: list[tuple[IntArray, Future[ContextLogprobs]]] = []
         longest = 0

@@ -55,10 +55,10 @@ class TeacherScorer:
         of_prompt = self._choices.of(prompt)
         if self._reference is not None:
             of_prompt[self._reference] = 0.0  # nothing is learned from it
-        asked = side_by_side(
+        calls = side_by_side(
             self._of_teacher(name, weight, episodes, prompt) for name, weight in of_prompt.items()
         )
-        work: tuple[Coroutine[None, None, Any], ...] = (self._outcome(episodes, prompt), asked)
+        work: tuple[Coroutine[None, None, Any], ...] = (self._outcome(episodes, prompt), calls)
         scores, by_teacher = await side_by_side(work)
         return tuple(
             replace(score, teachers=tuple(of_one[number] for of_one in by_teacher))

@@ -79,7 +79,7 @@ class TeacherService(EpisodeTeacher):
         )
         self._section, self._outages = section, outages
         self._vocab = vocab if others is None else ANY_TOKEN
-        self._route = address_of(section.url, section.protocol)
+        self._address = address_of(section.url, section.protocol)
         self._client = JsonClient(
             key=key_in(f"{self.setting}.key_variable", section.key_variable),
             places=section.concurrency,
@@ -87,7 +87,7 @@ class TeacherService(EpisodeTeacher):
             setting=self.setting,
             max_bytes=MAX_ANSWER_BYTES,
         )
-        self._places = asyncio.Semaphore(section.concurrency)
+        self._slots = asyncio.Semaphore(section.concurrency)
 
     async def of_tokens(self, token_ids: IntArray, about: object) -> ContextLogprobs:
         """Return the log-probs of a context's tokens, [n] int32; as `of_episode`."""
@@ -97,12 +97,12 @@ class TeacherService(EpisodeTeacher):
             nonlocal tries
             self._counts["retries"] += tries > 0
             tries += 1
-            outcome = await run_async(lambda: self._asked(token_ids), None)
+            outcome = await run_async(lambda: self._request(token_ids), None)
             scores: ContextLogprobs = outcome.get()
             return scores
 
         try:
-            return await self._outages.until_answered(self._who, attempt, about=about)
+            return await self._outages.until_answered(self._description, attempt, about=about)
         except (RolloutError, OSError):
             self._counts["failures"] += 1
             raise
@@ -128,7 +128,7 @@ class TeacherService(EpisodeTeacher):
 
             try:
                 ours = tokenizer.encode(shown).tolist()
-                theirs = await self._outages.until_answered(self._who, attempt)
+                theirs = await self._outages.until_answered(self._description, attempt)
             except TextTooLong:  # for this run: other texts are compared
                 continue
             except OutageTooLong:
@@ -148,13 +148,13 @@ class TeacherService(EpisodeTeacher):
 
     # ---- on the loop for user code
 
-    async def _asked(self, token_ids: IntArray) -> ContextLogprobs:
+    async def _request(self, token_ids: IntArray) -> ContextLogprobs:
         section = self._section
         body = scoring_body(section.protocol, section.model, token_ids, self._top_k)
-        async with self._places:
+        async with self._slots:
             began_s = time.monotonic()
             try:
-                content = await self._client.post(self._route, body, ADVICE)
+                content = await self._client.post(self._address, body, ADVICE)
             finally:
                 self._counts["calls"] += 1
                 self._counts["call_s"] += time.monotonic() - began_s
@@ -164,7 +164,7 @@ class TeacherService(EpisodeTeacher):
             )
         except UnreadableLogprobs as error:
             raise EndpointMisset(
-                f"{self._route} does not answer as {self.setting}.protocol={section.protocol} "
+                f"{self._address} does not answer as {self.setting}.protocol={section.protocol} "
                 f"asks: {error}. Correct {self.setting}."
             ) from None
 

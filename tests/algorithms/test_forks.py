@@ -97,9 +97,9 @@ def test_each_drawn_token_has_the_advantage_of_one_comparison(several, trunk) ->
         for point, indices in sorted(forks.items()):
             values = normalized([*(rewards[i] for i in indices), rewards[point.trunk]])
             for i, value in zip(indices, values, strict=False):
-                wanted[i][point.place :] = value
+                wanted[i][point.start :] = value
             if trunk == "fork":
-                wanted[point.trunk][point.place :] = values[-1]
+                wanted[point.trunk][point.start :] = values[-1]
         assert len(found) == len(whole.episodes)
         for one, values, right in zip(whole.episodes, found, wanted, strict=True):
             np.testing.assert_allclose(values, right, atol=2e-6)
@@ -116,7 +116,7 @@ def test_references_come_and_go_without_a_trace(tree) -> None:
     for reference in referred.episodes[len(whole.episodes) :]:
         point = fork_point(reference)
         shared = whole.episodes[point.trunk]
-        assert reference.num_drawn == len(shared.token_ids) - point.place
+        assert reference.num_drawn == len(shared.token_ids) - point.start
     assert without_forks(whole).episodes == whole.episodes[: len(tree)]
 
 

@@ -168,7 +168,7 @@ GROUPS = (
     Group(
         "algorithms/forks",
         ("algorithms/test_forks.py",),
-        (("np.arange(len(reference)) >= point.place", "np.arange(len(reference)) > point.place"),),
+        (("np.arange(len(reference)) >= point.start", "np.arange(len(reference)) > point.start"),),
     ),
     Group(
         "data/records",
@@ -526,11 +526,11 @@ GROUPS = (
         ("teachers/test_other_tokens.py",),
         (
             ("= self._own_ends[0]", "= -1"),
-            ("alone[:-1] | (drawn[1:] != drawn[:-1])", "alone[:-1]"),
+            ("alone[:-1] | (sampled[1:] != sampled[:-1])", "alone[:-1]"),
             ("content[: error.start]", "content[: error.start - 1]"),
             ("pieces[0] = pieces[0][1:]", "pieces[0] = pieces[0][:]"),
             ("of_run.moved(start, length)", "of_run.moved(start, 0)"),
-            ("if drawn[start]:", "if len(ids):"),
+            ("if sampled[start]:", "if len(ids):"),
         ),
     ),
     Group(
@@ -539,9 +539,9 @@ GROUPS = (
         (
             ("moved(start, parts[-1].num_spans if parts else 0)", "moved(start, 0)"),
             ("[found.logprobs[a:b].sum(", "[found.logprobs[a : a + 1].sum("),
-            ("np.count_nonzero(drawn) - covered", "covered"),
-            ("spans.ours[numbers, 0] + inside", "spans.ours[numbers, 0]"),
-            ("top_ids[ends[single]] = ids", "top_ids[ends[single]] = theirs"),
+            ("np.count_nonzero(sampled) - covered", "covered"),
+            ("spans.policy[numbers, 0] + inside", "spans.policy[numbers, 0]"),
+            ("top_ids[ends[single]] = ids", "top_ids[ends[single]] = likely_ids"),
             ("written.spans.moved(replaced, len(opening))", "written.spans.moved(replaced, 0)"),
         ),
     ),
@@ -551,7 +551,7 @@ GROUPS = (
         (
             ("(len(taken) + 1) * longest > self._max_tokens", "len(taken) > self._max_tokens"),
             ("if future.set_running_or_notify_cancel()", "if future is not None"),
-            ('self._counts["failures"] += len(asked)', 'self._counts["failures"] += 0'),
+            ('self._counts["failures"] += len(requests)', 'self._counts["failures"] += 0'),
         ),
     ),
     Group(
@@ -568,9 +568,9 @@ GROUPS = (
         ("teachers/test_teacher_scorer.py",),
         (
             ("(-pair[1], pair[0])", "(pair[1], pair[0])"),
-            ("logprobs[place] = known[own]", "logprobs[place] = max(known.values())"),
+            ("logprobs[index] = known[own]", "logprobs[index] = max(known.values())"),
             ("if not 0 <= token < vocab", "if not 0 <= token <= 99"),
-            ("given[: len(token_ids)]", "given"),
+            ("items[: len(token_ids)]", "items"),
             ("if len(best) < top_k:", "if len(best) < top_k - 1:"),
         ),
     ),
@@ -578,9 +578,9 @@ GROUPS = (
         "teachers/episode_teacher",
         ("teachers/test_teacher_scorer.py",),
         (
-            ("said.moved(start, ", "said.moved(0, "),
-            (".at(places + len(opening))", ".at(places)"),
-            ("_Said(places + replaced, *found", "_Said(places, *found"),
+            ("scores.moved(start, ", "scores.moved(0, "),
+            (".at(indices + len(opening))", ".at(indices)"),
+            ("_TokenLogprobs(indices + replaced, *scores", "_TokenLogprobs(indices, *scores"),
             (">= self._named_tokens", "> self._named_tokens"),
         ),
     ),
@@ -700,7 +700,10 @@ GROUPS = (
         "buffer/select",
         ("buffer/test_replay.py",),
         (
-            ("self._waiting(), ready, self._wanted", "sorted(ready), ready, self._wanted"),
+            (
+                "self._waiting(), ready, self._per_step",
+                "sorted(ready), ready, self._per_step",
+            ),
             ("number <= self._waits_for", "number < self._waits_for"),
         ),
     ),
@@ -709,7 +712,7 @@ GROUPS = (
         ("buffer/test_tasks.py",),
         (
             ("may_age = not self._settings.waits or bool", "may_age = bool"),
-            ("        self._tell_dropped(task, number, reason)\n", ""),
+            ("        self._on_dropped(task, number, reason)\n", ""),
         ),
     ),
     Group(
@@ -722,8 +725,8 @@ GROUPS = (
                 "self._overtaken.add(number)",
             ),
             (
-                "self._judge.unfit(contents.ready, version, max_staleness, bounds)",
-                "self._judge.unfit(contents.ready, version, max_staleness)",
+                "self._ready_check.unfit(contents.ready, version, max_staleness, bounds)",
+                "self._ready_check.unfit(contents.ready, version, max_staleness)",
             ),
         ),
     ),

@@ -745,8 +745,8 @@ class ForgetsWhatWasTaken(ReplayBuffer):
 
 
 class CancelsTooEarly(ReplayBuffer):
-    def _tell_age(self, version):
-        super()._tell_age(version + 1)
+    def _report_age(self, version):
+        super()._report_age(version + 1)
 
 
 class AdmitsWhilePaused(ReplayBuffer):

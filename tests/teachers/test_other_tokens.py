@@ -102,14 +102,14 @@ def test_every_span_covers_the_same_bytes_of_both(kind: str, text: str) -> None:
     written = tokens.written(ids, np.ones(len(ids), bool))
     assert written.is_whole and written.token_ids[-1] == tokens._other_end
     assert other.decode(written.token_ids[:-1]).strip() == text.strip()
-    (*texts, end) = zip(written.spans.ours, written.spans.theirs, strict=True)
+    (*texts, end) = zip(written.spans.policy, written.spans.teacher, strict=True)
     before = " " if kind == "llama 2" else ""
     for (a, i), (b, j) in texts:
-        ours = b"".join(own.token_bytes(t) for t in ids[a:i])
-        theirs = b"".join(other.token_bytes(t) for t in written.token_ids[b:j])
-        assert theirs == (before.encode() if b == 0 else b"") + ours
-    assert written.spans.ours[0, 0] == 0
-    np.testing.assert_array_equal(written.spans.ours[1:, 0], written.spans.ours[:-1, 1])
+        policy = b"".join(own.token_bytes(t) for t in ids[a:i])
+        teacher = b"".join(other.token_bytes(t) for t in written.token_ids[b:j])
+        assert teacher == (before.encode() if b == 0 else b"") + policy
+    assert written.spans.policy[0, 0] == 0
+    np.testing.assert_array_equal(written.spans.policy[1:, 0], written.spans.policy[:-1, 1])
     assert end[0].tolist() == [len(ids) - 1, len(ids)]
     assert end[1].tolist() == [len(written.token_ids) - 1, len(written.token_ids)]
 
@@ -124,15 +124,15 @@ def test_any_text_is_aligned_up_to_its_end_however_it_was_split(text: str, data:
     tokens = pair(own, other)
     whole = tokens.written(ids, np.ones(len(ids), bool))
     assert whole.is_whole
-    covered = int((whole.spans.ours[:, 1] - whole.spans.ours[:, 0]).sum())
+    covered = int((whole.spans.policy[:, 1] - whole.spans.policy[:, 0]).sum())
     assert covered == len(ids)
     at = data.draw(st.integers(0, len(ids)))
     drawn = np.arange(len(ids)) >= at
     part = tokens.written(ids, drawn)
-    for (a, i), (b, j) in zip(part.spans.ours, part.spans.theirs, strict=True):
+    for (a, i), (b, j) in zip(part.spans.policy, part.spans.teacher, strict=True):
         assert a >= at
-        ours = b"".join(own.token_bytes(t) for t in ids[a:i])
-        assert ours == b"".join(other.token_bytes(t) for t in part.token_ids[b:j])
+        policy = b"".join(own.token_bytes(t) for t in ids[a:i])
+        assert policy == b"".join(other.token_bytes(t) for t in part.token_ids[b:j])
 
 
 def test_marks_of_turns_are_those_of_the_teacher_if_it_has_them() -> None:
@@ -147,7 +147,7 @@ def test_marks_of_turns_are_those_of_the_teacher_if_it_has_them() -> None:
     cut = pair(own, llama).written(ids, drawn)
     assert not cut.is_whole, "a Llama has no <|im_start|>"
     assert llama.decode_all(cut.token_ids) == "yes<|eot_id|>\n"
-    assert cut.spans.ours[-1, 1] == np.flatnonzero(ids == start)[0]
+    assert cut.spans.policy[-1, 1] == np.flatnonzero(ids == start)[0]
 
 
 def test_half_a_character_ends_what_the_teacher_reads() -> None:
@@ -156,18 +156,18 @@ def test_half_a_character_ends_what_the_teacher_reads() -> None:
     ids = np.concatenate([whole[:-1], own.encode("b")]).astype(np.int32)
     found = pair(own, other).written(ids, np.ones(len(ids), bool))
     assert not found.is_whole and other.decode(found.token_ids) == "a "
-    assert found.spans.ours[-1, 1] == 2
+    assert found.spans.policy[-1, 1] == 2
 
 
 def test_each_of_the_teachers_tokens_is_the_policys_with_the_same_text() -> None:
     own, other = byte_level_tokenizer(400), llama3_tokenizer()
     tokens = pair(own, other)
-    for theirs, ours in enumerate(tokens.own_ids):
-        text = other.token_bytes(theirs)
-        if theirs == tokens._other_end:
-            assert ours == own.eos_ids[0]
-        elif ours >= 0:
-            assert own.token_bytes(int(ours)) == text
+    for teacher, policy in enumerate(tokens.own_ids):
+        text = other.token_bytes(teacher)
+        if teacher == tokens._other_end:
+            assert policy == own.eos_ids[0]
+        elif policy >= 0:
+            assert own.token_bytes(int(policy)) == text
         else:
             assert all(own.token_bytes(i) != text for i in range(1, own.vocab_size))
     known = tokens.own_ids[tokens.own_ids >= 0]
@@ -414,7 +414,7 @@ def test_a_policy_of_characters_is_aligned_with_words() -> None:
     ids = np.append(own.encode("12345 + 12345"), own.eos_ids[0]).astype(np.int32)
     found = pair(own, other).written(ids, np.ones(len(ids), bool))
     assert found.is_whole and len(found.token_ids) < len(ids)
-    assert int((found.spans.ours[:, 1] - found.spans.ours[:, 0]).sum()) == len(ids)
+    assert int((found.spans.policy[:, 1] - found.spans.policy[:, 0]).sum()) == len(ids)
 
 
 # ---- real servers and tokenizers
@@ -453,7 +453,7 @@ def test_our_endpoint_is_a_teacher_with_another_tokenizer(
     read = np.concatenate([opening, written.token_ids])
     told = logprobs_of(spec, params, read)[len(opening) :].astype(np.float64)
     assert found.spans is not None
-    for span, (begin, end) in enumerate(written.spans.theirs):
+    for span, (begin, end) in enumerate(written.spans.teacher):
         total = found.logprobs[found.spans == span].sum(dtype=np.float64)
         assert total == pytest.approx(told[begin:end].sum(), abs=1e-4)
     assert len(found.places) == len(answer) + 1 and (found.top_ids >= 0).any()
@@ -479,7 +479,7 @@ def test_a_real_tokenizer_is_aligned_with_a_small_one(
         ids = np.append(own.encode(text), own.eos_ids[0]).astype(np.int32)
         found = pair(own, other).written(ids, np.ones(len(ids), bool))
         assert found.is_whole and other.decode(found.token_ids) == text
-        widths = found.spans.ours[:, 1] - found.spans.ours[:, 0]
+        widths = found.spans.policy[:, 1] - found.spans.policy[:, 0]
         assert int(widths.sum()) == len(ids)
     both = pair(smollm2, llama3_tokenizer())
     known = both.own_ids[both.own_ids >= 0]
