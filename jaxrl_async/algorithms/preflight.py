@@ -384,7 +384,7 @@ def tiny_step(*, with_values: bool = False) -> StepData:
     sampled = np.array([False, True, True, True])
     episode = Episode(
         token_ids=np.arange(4, dtype=np.int32),
-        sampled=sampled,
+        drawn=sampled,
         logprobs=np.where(sampled, -1, 0).astype(np.float32),
         versions=np.where(sampled, 0, -1).astype(np.int32),
         stop=StopReason.EOS,

@@ -142,7 +142,7 @@ class EpisodeTeacher:
         replaced: int,
         opening: IntArray,
         about: object,
-    ) -> "_Said | None":
+    ) -> "_TokenLogprobs | None":
         """Return the log-probs of a context's generated tokens; None: the teacher knows none.
 
         Args:
@@ -184,7 +184,7 @@ class _TokenLogprobs(NamedTuple):
         """One more than the number of its last span."""
         return int(self.spans[-1]) + 1
 
-    def moved(self, tokens: int, spans: int) -> "_Said":
+    def moved(self, tokens: int, spans: int) -> "_TokenLogprobs":
         """Return the same of tokens behind so many other tokens and spans."""
         return self._replace(indices=self.indices + tokens, spans=self.spans + spans)
 

@@ -195,7 +195,9 @@ class _ChatTokenizer:
     tokens: OtherTokens | None  # None: it is the policy's
 
     @classmethod
-    def of(cls, folder: str, own: Tokenizer, own_chat: Callable[[], ChatFormat | None]) -> "_Other":
+    def of(
+        cls, folder: str, own: Tokenizer, own_chat: Callable[[], ChatFormat | None]
+    ) -> "_ChatTokenizer":
         """Load the tokenizer of a teacher, next to the policy's. Raises DataError."""
         other = load_tokenizer(folder)
         chat = chat_format(other, Path(folder)) if other.has_chat_template else None

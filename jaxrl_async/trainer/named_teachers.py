@@ -150,7 +150,7 @@ class NamedTeachers:
                     "replaced": 0,
                 }
                 if top is not None:
-                    flat = index.sequences[sequence][at]
+                    flat = index.sequences[sequence][read]
                     filled |= {"top_ids": top[0][flat], "top_logprobs": top[1][flat]}
                 teachers[number] = [
                     replace(t, **filled) if t.teacher == name else t for t in teachers[number]

@@ -43,7 +43,7 @@ class RowSelection(NamedTuple):
     offsets: IntArray  # 0 is padding
 
     @classmethod
-    def padding(cls, rows: int, length: int) -> "RowPlaces":
+    def padding(cls, rows: int, length: int) -> "RowSelection":
         """Return rows of padding."""
         shape = rows, length
         return cls(
