@@ -64,8 +64,8 @@ def rope_angles(rope: Rope, head_dim: int, positions: Array) -> Angles:
         cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
     if not rope.query_growth:
         return Angles(cos, sin)
-    turns = (positions // scaling.original_max_positions).astype(jnp.float32)
-    return Angles(cos, sin, 1 + rope.query_growth * jnp.log1p(turns))
+    periods = (positions // scaling.original_max_positions).astype(jnp.float32)
+    return Angles(cos, sin, 1 + rope.query_growth * jnp.log1p(periods))
 
 
 def all_angles(spec: ModelSpec, positions: Array) -> dict[Rope | None, Angles | None]:
@@ -90,16 +90,16 @@ def _llama3(frequencies: Array, s: RopeScaling, _: float) -> Array:
 
 
 def _yarn(frequencies: Array, s: RopeScaling, theta: float) -> Array:
-    """Keep frequencies with more than beta_fast turns in the original context, divide frequencies
+    """Keep frequencies with more than beta_fast rotations in the original context, divide those
     with less than beta_slow by `factor`, interpolate linearly between."""
     half = frequencies.shape[0]
 
-    def place(turns: float) -> float:
-        """Return the index of the frequency with this number of turns."""
-        turned = math.log(s.original_max_positions / (turns * 2 * math.pi))
+    def index_of(rotations: float) -> float:
+        """Return the index of the frequency with this number of rotations."""
+        turned = math.log(s.original_max_positions / (rotations * 2 * math.pi))
         return half * turned / math.log(theta)
 
-    low, high = place(s.beta_fast), place(s.beta_slow)
+    low, high = index_of(s.beta_fast), index_of(s.beta_slow)
     if s.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
@@ -302,8 +302,8 @@ class Layer(nnx.Module):
         axes = 2 if spec.qk_norm == "whole" else 1
         q, k = self._norm(q, "q_norm", axes=axes), self._norm(k, "k_norm", axes=axes)
         if angles is not None:
-            turn = rotated if self.packed else rotate
-            q, k = (turn(a, angles.cos, angles.sin) for a in (q, k))
+            turned = rotated if self.packed else rotate
+            q, k = (turned(a, angles.cos, angles.sin) for a in (q, k))
         return self._scaled(q, angles), k, v
 
     def _scaled(self, q: Array, angles: Angles | None) -> Array:
@@ -311,9 +311,9 @@ class Layer(nnx.Module):
         if angles is not None and angles.growth is not None:
             q = q * angles.growth[..., None, None].astype(q.dtype)
         scale = self.spec.scales.attention
-        wanted = scale * q.shape[-1] ** 0.5
-        if scale and not math.isclose(wanted, 1.0):
-            q = q * jnp.asarray(wanted, q.dtype)
+        factor = scale * q.shape[-1] ** 0.5
+        if scale and not math.isclose(factor, 1.0):
+            q = q * jnp.asarray(factor, q.dtype)
         return q
 
     def sinks_of(self) -> Array | None:
@@ -472,6 +472,6 @@ def initial(weight: Weight, key: Array, dtype: DTypeLike) -> Array:
     if weight.init in ("zeros", "off"):
         return jnp.zeros(weight.shape, dtype)
     if weight.init == "uniform":
-        drawn = jax.random.uniform(key, weight.shape, jnp.float32, -1.0, 1.0)
-        return (drawn * weight.fan_in**-0.5).astype(dtype)
+        values = jax.random.uniform(key, weight.shape, jnp.float32, -1.0, 1.0)
+        return (values * weight.fan_in**-0.5).astype(dtype)
     return (jax.random.normal(key, weight.shape, jnp.float32) * weight.fan_in**-0.5).astype(dtype)

@@ -320,7 +320,7 @@ def pair_kernel(engine: EngineSpec) -> Kernel | None:
     pages."""
     if not engine.ragged:
         return None
-    model, layers = engine.model, len(engine.kv_layout.places)
+    model, layers = engine.model, len(engine.kv_layout.by_layer)
     tensor = 1 if engine.mesh is None else engine.mesh.shape["tensor"]
     heads = model.heads // (1 if model.kv_heads % tensor else tensor)
     keys = values = model.cached_shape[2]

@@ -40,7 +40,7 @@ from jaxrl_async.model.divergence import (
     log_softmax_of,
     lumped,
 )
-from jaxrl_async.model.logprobs import after, over_chunks, placed
+from jaxrl_async.model.logprobs import after, at_targets, over_chunks
 from jaxrl_async.model.spec import ModelSpec, Params
 
 MIN_REST = 1e-7
@@ -241,7 +241,7 @@ def distill_rows(
     columns = (a for a in (tokens.token_ids, *teacher[:3]) if a is not None)
     inputs = (after(a, layout) for a in columns)
     measured = over_chunks(one_chunk, (hidden, *inputs), chunk=settings.chunk, layout=layout)
-    in_rows = [placed(values, tokens.segment_ids, layout) for values in measured[:3]]
+    in_rows = [at_targets(values, tokens.segment_ids, layout) for values in measured[:3]]
     if teacher.spans is not None and teacher.weights is not None:
         of_spans = distill_spans(in_rows[0], teacher.spans, measure)
         in_rows[2] += jnp.sum(teacher.weights * of_spans, axis=-1)

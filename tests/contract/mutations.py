@@ -538,7 +538,7 @@ GROUPS = (
         ("teachers/test_other_tokens.py",),
         (
             ("moved(start, parts[-1].num_spans if parts else 0)", "moved(start, 0)"),
-            ("[found.logprobs[a:b].sum(", "[found.logprobs[a : a + 1].sum("),
+            ("[scores.logprobs[a:b].sum(", "[scores.logprobs[a : a + 1].sum("),
             ("np.count_nonzero(sampled) - covered", "covered"),
             ("spans.policy[numbers, 0] + inside", "spans.policy[numbers, 0]"),
             ("top_ids[ends[single]] = ids", "top_ids[ends[single]] = likely_ids"),
@@ -816,7 +816,7 @@ GROUPS = (
         "model/logprobs",
         ("model/test_task_temperatures.py",),
         (
-            ("logits = logits / _divisors(drawn.temperatures)[:, None]\n", "pass\n"),
+            ("logits = logits / _divisors(sampling.temperatures)[:, None]\n", "pass\n"),
             ("logits = logits / _divisors(temperatures)[:, None, None]", "pass"),
             ("return jnp.where(temperatures > 0, temperatures, 1.0)", "return temperatures"),
         ),
@@ -981,7 +981,10 @@ GROUPS = (
         "model/gpu_pages",
         ("model/test_gpu_pages.py",),
         (
-            ("visible &= places[None] > at[:, None] -", "visible &= places[None] >= at[:, None] -"),
+            (
+                "visible &= positions[None] > at[:, None] -",
+                "visible &= positions[None] >= at[:, None] -",
+            ),
             ("jnp.maximum(position + 1 - scoring", "jnp.maximum(position + 2 - scoring"),
             ("sums.total * shrunk +", "sums.total +"),
             ("jnp.exp(largest - jnp.max(largest, axis=0))", "jnp.exp(largest - largest)"),
@@ -1059,8 +1062,8 @@ GROUPS = (
         ),
         (
             (
-                "in_parts=how.in_parts) / how.temperature\n    if drawn.temperatures",
-                "in_parts=how.in_parts)\n    if drawn.temperatures",
+                "in_parts=how.in_parts) / how.temperature\n    if sampling.temperatures",
+                "in_parts=how.in_parts)\n    if sampling.temperatures",
             ),
             (
                 "entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)\n    return jnp.take",
@@ -1111,7 +1114,12 @@ GROUPS = (
     Group(
         "model/heads",
         ("model/test_heads.py::test_a_value_is_of_the_state_before_its_token",),
-        (("return placed(scores.reshape(-1), tokens.segment_ids), after", "return scores, after"),),
+        (
+            (
+                "return at_targets(scores.reshape(-1), tokens.segment_ids), after",
+                "return scores, after",
+            ),
+        ),
     ),
     Group(
         "model/gpu_flash",
@@ -1120,7 +1128,7 @@ GROUPS = (
             "model/test_gpu_flash.py::test_blocks_that_see_nothing_of_each_other_are_left_out",
         ),
         (
-            ("constant_values=True), places + 1, T)", "constant_values=True), places, T)"),
+            ("constant_values=True), indices + 1, T)", "constant_values=True), indices, T)"),
             ("keys + block > earliest - how", "keys > earliest - how"),
         ),
     ),

@@ -261,7 +261,7 @@ def _attend_by_kernel(
     ends = jnp.cumsum(lengths, dtype=jnp.int32)
     begins_and_end = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     count = jnp.sum(lengths > 0, dtype=jnp.int32)[None]
-    kernel, places = ragged_kernel(spec), spec.kv_layout.places
+    kernel, places = ragged_kernel(spec), spec.kv_layout.by_layer
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         g, a = places[i]
@@ -293,7 +293,7 @@ def _attend_new(
     tokens = [
         NewTokens(begins, chunk.starts, lengths, tables[:, g]) for g in range(tables.shape[1])
     ]
-    places = spec.kv_layout.places
+    places = spec.kv_layout.by_layer
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         g, a = places[i]
