@@ -127,7 +127,7 @@ GROUPS = (
     ),
     Group(
         "algorithms/losses",
-        ("algorithms/test_corrections.py::test_by_default_a_token_weighs_what_the_paper_says",),
+        ("algorithms/test_corrections.py::test_by_default_a_token_has_the_weight_of_the_paper",),
         (
             ('OWN_BOUND = DefaultCorrections(behavior="none")', "OWN_BOUND = DefaultCorrections()"),
             (
@@ -261,7 +261,7 @@ GROUPS = (
     Group(
         "trainer/learner",
         (
-            "trainer/test_learner.py::test_two_right_answers_beside_a_masked_one_learn_only_from_it_if_it_is_compared",
+            "trainer/test_learner.py::test_two_right_answers_with_a_masked_one_learn_only_from_it_if_it_is_compared",
         ),
         (("            shaped = compare_unmasked(shaped)\n", "            pass\n"),),
     ),
@@ -359,9 +359,7 @@ GROUPS = (
     ),
     Group(
         "trainer/prefix_plan",
-        (
-            "trainer/test_shared_prefixes.py::test_each_token_sees_its_context_and_is_trained_in_one_place",
-        ),
+        ("trainer/test_shared_prefixes.py::test_each_token_sees_its_context_and_is_trained_once",),
         (
             (
                 "most = min(length - 1, key.first_trained)",
@@ -628,7 +626,7 @@ GROUPS = (
     Group(
         "trainer/credit",
         (
-            "trainer/test_learner.py::test_two_right_answers_beside_a_masked_one_learn_only_from_it_if_it_is_compared",
+            "trainer/test_learner.py::test_two_right_answers_with_a_masked_one_learn_only_from_it_if_it_is_compared",
         ),
         (("float(num_too_few(data, least))", "float(num_too_few(data, 2))"),),
     ),

@@ -153,8 +153,8 @@ def test_the_mini_batches_are_made_one_by_one():
     assert len(made) == many == 16
 
 
-def batches(draw_lengths: list[int], silent: list[bool]) -> PackedBatch:
-    pairs = enumerate(zip(draw_lengths, silent, strict=True))
+def batches(draw_lengths: list[int], untrained: list[bool]) -> PackedBatch:
+    pairs = enumerate(zip(draw_lengths, untrained, strict=True))
     return pack([sequence(n, i, learns=not s, worked=i % 5 == 4) for i, (n, s) in pairs], 16)
 
 
