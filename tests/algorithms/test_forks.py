@@ -20,12 +20,12 @@ PROMPT = Prompt(prompt_id=0, position=0, token_ids=np.zeros(2, np.int32), text="
 
 
 def episode(length: int, begin: int, peers: str = "") -> Episode:
-    drawn = np.arange(length) >= begin
+    sampled = np.arange(length) >= begin
     return Episode(
         token_ids=np.arange(length, dtype=np.int32),
-        drawn=drawn,
-        logprobs=np.where(drawn, -1.0, 0.0).astype(np.float32),
-        versions=np.where(drawn, 0, -1).astype(np.int32),
+        drawn=sampled,
+        logprobs=np.where(sampled, -1.0, 0.0).astype(np.float32),
+        versions=np.where(sampled, 0, -1).astype(np.int32),
         stop=StopReason.EOS,
         peers=peers,
     )
@@ -75,15 +75,15 @@ def planted(tree: list) -> tuple[EpisodeGroup, dict[ForkPoint, list[int]]]:
             if at >= length:
                 continue
             point = ForkPoint(trunk, 2 + at)
-            for drawn, reward in continuations:
+            for count, reward in continuations:
                 forks.setdefault(point, []).append(len(members))
-                members.append((episode(2 + at + drawn, 2 + at, point.name), reward))
+                members.append((episode(2 + at + count, 2 + at, point.name), reward))
     return group(*members), forks
 
 
 @pytest.mark.full
 @given(several=st.lists(trees, min_size=1, max_size=3), trunk=st.sampled_from(["group", "fork"]))
-def test_each_drawn_token_has_the_advantage_of_one_comparison(several, trunk) -> None:
+def test_each_sampled_token_has_the_advantage_of_one_comparison(several, trunk) -> None:
     planted_groups = [planted(tree) for tree in several]
     groups = [g for g, _ in planted_groups]
     data = step_data(groups)

@@ -53,7 +53,7 @@ def entry(**changes):
 
 
 @pytest.mark.parametrize(
-    ("raw", "told"),
+    ("raw", "message"),
     [
         (b"", "ends within its header"),
         (WHOLE[:7], "ends within its header"),
@@ -79,8 +79,8 @@ def entry(**changes):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_what_is_no_whole_file_is_refused_in_words(path, raw, told):
-    assert told in refusal(path, raw)
+def test_what_is_no_whole_file_is_refused_in_words(path, raw, message):
+    assert message in refusal(path, raw)
 
 
 def test_a_header_that_is_too_long_is_not_read(path, monkeypatch):

@@ -79,7 +79,7 @@ def test_questions_that_wait_are_computed_together_up_to_so_many_tokens() -> Non
     assert one.counts()["calls"] == 5 and model.loads == 1
 
 
-def test_a_question_that_nobody_waits_for_is_left_out() -> None:
+def test_a_request_that_no_one_waits_for_is_left_out() -> None:
     model = Model()
     one = teacher(model)
 
@@ -101,7 +101,7 @@ def test_a_question_that_nobody_waits_for_is_left_out() -> None:
     assert model.calls == [[2], [6]]
 
 
-def test_a_failure_reaches_whoever_asked_and_is_counted() -> None:
+def test_a_failure_reaches_every_caller_and_is_counted() -> None:
     model = Model()
     model.failure = CheckpointError("no such folder")
     one = teacher(model)

@@ -120,15 +120,15 @@ def offsets_of(pieces: list[bytes]) -> list[tuple[int, int]]:
 
 @pytest.mark.exhaustive
 def test_spans_are_the_groups_of_trls_gold() -> None:
-    home = os.environ.get("JAXRL_PEERS")
-    if not home:
+    peers = os.environ.get("JAXRL_PEERS")
+    if not peers:
         pytest.skip("JAXRL_PEERS is not set: no environments of peers (docs/agreement.md)")
     rng = random.Random(0)
     text = "The quick brown fox, été 数学 🙂".encode()
     pairs = [(cut(text, rng), cut(text, rng)) for _ in range(50)]
     offsets = [[offsets_of(pieces) for pieces in pair] for pair in pairs]
     done = subprocess.run(
-        [Path(home) / "trl" / "bin" / "python", "-c", ALIGN],
+        [Path(peers) / "trl" / "bin" / "python", "-c", ALIGN],
         input=json.dumps(offsets),
         capture_output=True,
         text=True,
