@@ -46,7 +46,7 @@ from jaxrl_async.staleness import (
 )
 from jaxrl_async.types import CancelledGroup, Draw, Drop, EpisodeGroup, Prompt, Ticket
 
-HOPELESS_STEPS, HOPELESS_GROUPS = 10, 128
+NO_SIGNAL_STEPS, NO_SIGNAL_GROUPS = 10, 128
 """By default the run ends after this many steps' worth, and at least this many, consecutive groups
 without a signal."""
 
@@ -63,7 +63,8 @@ class BufferSettings:
     reuse: int = 1  # steps that may train on one group
     rank: Rank = strict  # order of the groups that may be drawn
     has_signal: Callable[[EpisodeGroup], bool] = lambda group: True  # others are dropped when put
-    # groups without a signal in one step that end the run; None: `hopeless` in a row; 0: no limit
+    # groups without a signal in one step that end the run; 0: no limit; None: most_without_signal
+    # in a row
     max_resampled: int | None = None
     wants_pairs: bool = False  # a group without a pair also has no signal
     task_bounds: Mapping[str, int] = field(default_factory=dict)  # lower staleness of some tasks
@@ -71,9 +72,9 @@ class BufferSettings:
     overtaken_tasks: frozenset[str] = frozenset()
 
     @property
-    def hopeless(self) -> int:
+    def most_without_signal(self) -> int:
         """Number of consecutive groups without a signal that ends the run by default."""
-        return max(HOPELESS_STEPS * self.groups_per_step, HOPELESS_GROUPS)
+        return max(NO_SIGNAL_STEPS * self.groups_per_step, NO_SIGNAL_GROUPS)
 
     @property
     def waits(self) -> bool:
@@ -189,11 +190,11 @@ class ReplayBuffer:
             self._note(put=number)
             if not self._settings.has_signal(group):
                 self._contents.tally.resampled += 1
-                self._contents.tally.barren += 1
+                self._contents.tally.without_signal += 1
                 self._drop(group, Drop.NO_SIGNAL, self._live)
                 return Drop.NO_SIGNAL
             self._contents.put(group)
-            self._contents.tally.barren = 0
+            self._contents.tally.without_signal = 0
             self._selection.note_ready(number)
             self._changed.notify_all()
             return None
@@ -359,11 +360,11 @@ class ReplayBuffer:
     def stats(self) -> BufferStats:
         """Return a consistent snapshot."""
         with self._changed:
-            barren = self._contents.tally.barren
+            without_signal = self._contents.tally.without_signal
             return self._contents.stats(
                 capacity=self._capacity,
                 active=self._active(),
-                no_signal=no_signal(self._settings, self._dropped) if barren else "",
+                no_signal=no_signal(self._settings, self._dropped) if without_signal else "",
             )
 
     def state(self, *, active: bool = True) -> BufferState:
@@ -410,7 +411,7 @@ class ReplayBuffer:
             return True
         if dropped or retired:
             self._note(look=version, dropped=list(dropped), retired=list(retired))
-        raise_if_hopeless(self._settings, self._contents.tally, self._dropped)
+        check_signal(self._settings, self._contents.tally, self._dropped)
         return False
 
     def _report_age(self, version: int) -> None:
@@ -483,14 +484,14 @@ def _of_task(task: str) -> dict[str, str]:
 # ---- groups without a signal
 
 
-def raise_if_hopeless(
+def check_signal(
     settings: BufferSettings, tally: Tally, dropped: Sequence[tuple[EpisodeGroup, Drop]]
 ) -> None:
     """Raise TrainingError if too many groups had no signal; dropped: since the last draw."""
     most = settings.max_resampled
-    if most is None and tally.barren >= settings.hopeless:
-        steps = tally.barren // settings.groups_per_step
-        since = f"{tally.barren} groups in a row, {steps} steps' worth,"
+    if most is None and tally.without_signal >= settings.most_without_signal:
+        steps = tally.without_signal // settings.groups_per_step
+        since = f"{tally.without_signal} groups in a row, {steps} steps' worth,"
         limit = "Set algorithm.max_resampled to wait longer (0: forever)"
     elif most and tally.resampled > most:
         since = f"{tally.resampled} groups since the last step"

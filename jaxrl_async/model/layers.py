@@ -96,8 +96,8 @@ def _yarn(frequencies: Array, s: RopeScaling, theta: float) -> Array:
 
     def index_of(rotations: float) -> float:
         """Return the index of the frequency with this number of rotations."""
-        turned = math.log(s.original_max_positions / (rotations * 2 * math.pi))
-        return half * turned / math.log(theta)
+        rotated_by = math.log(s.original_max_positions / (rotations * 2 * math.pi))
+        return half * rotated_by / math.log(theta)
 
     low, high = index_of(s.beta_fast), index_of(s.beta_slow)
     if s.truncate:
@@ -119,8 +119,8 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate pairs (i, i + R/2) of the first R components of x [..., heads, K]; cos, sin [..., R /
     2]."""
     cos, sin = cos[..., None, :], sin[..., None, :]
-    turned = 2 * cos.shape[-1]
-    x, rest = (x, None) if turned == x.shape[-1] else jnp.split(x, [turned], axis=-1)
+    width = 2 * cos.shape[-1]
+    x, rest = (x, None) if width == x.shape[-1] else jnp.split(x, [width], axis=-1)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     return out if rest is None else jnp.concatenate([out, rest], axis=-1)
@@ -169,16 +169,16 @@ class Layer(nnx.Module):
             )
             shapes = {name: x.shape for name, x in shapes.items()}
         names = [n for n in adapted if n != LORA_DROP]
-        beside = {n + end: () for n in names for end in (LORA_A, LORA_B)}
-        beside |= {LORA_DROP: ()} if LORA_DROP in adapted else {}
-        beside |= {LORA_OWN: ()} if chosen else {}
-        beside |= {ROWS_USED: ()} if masked else {}
+        extra = {n + end: () for n in names for end in (LORA_A, LORA_B)}
+        extra |= {LORA_DROP: ()} if LORA_DROP in adapted else {}
+        extra |= {LORA_OWN: ()} if chosen else {}
+        extra |= {ROWS_USED: ()} if masked else {}
         if scales:
             weights = table[stack]
             quantised = [n for n, w in weights.items() if n in shapes and is_matrix(n, w)]
             joined = [n for n in shapes if fused and n in MATRICES]
-            beside |= {n + scales: () for n in (*quantised, *joined)}
-        for name, shape in (shapes | beside).items():
+            extra |= {n + scales: () for n in (*quantised, *joined)}
+        for name, shape in (shapes | extra).items():
             setattr(self, name, nnx.Param(jnp.zeros(shape)))
 
     @property
@@ -287,9 +287,9 @@ class Layer(nnx.Module):
             q, k, v = jnp.split(qkv, parts, axis=-2)
         else:
             q, k, v = (split_heads(self._times(y, n), spec.head_dim) for n in ("q", "k", "v"))
-        return self._turned_heads(q, k, v, angles)
+        return self._rotated_heads(q, k, v, angles)
 
-    def _turned_heads(
+    def _rotated_heads(
         self, q: Array, k: Array, v: Array, angles: Angles | None
     ) -> tuple[Array, Array, Array]:
         """Finish projected heads for qkv: add biases, apply norms, rotate, scale queries."""
@@ -302,8 +302,8 @@ class Layer(nnx.Module):
         axes = 2 if spec.qk_norm == "whole" else 1
         q, k = self._norm(q, "q_norm", axes=axes), self._norm(k, "k_norm", axes=axes)
         if angles is not None:
-            turned = rotated if self.packed else rotate
-            q, k = (turned(a, angles.cos, angles.sin) for a in (q, k))
+            rotation = rotated if self.packed else rotate
+            q, k = (rotation(a, angles.cos, angles.sin) for a in (q, k))
         return self._scaled(q, angles), k, v
 
     def _scaled(self, q: Array, angles: Angles | None) -> Array:

@@ -274,11 +274,11 @@ class Notices:
         for line in self._outages.reports():
             self._say(line)
         stats = self._buffer()
-        steps = stats.barren // self._wanted
+        steps = stats.without_signal // self._wanted
         if steps > self._told_steps:
             self._say(
-                f"{stats.barren} groups in a row were dropped, {steps} steps' worth: they have no "
-                f"training signal ({stats.no_signal})"
+                f"{stats.without_signal} groups in a row were dropped, {steps} steps' worth: they "
+                f"have no training signal ({stats.no_signal})"
             )
         self._told_steps = steps
 

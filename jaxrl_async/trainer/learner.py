@@ -62,7 +62,7 @@ from jaxrl_async.trainer.step_data import (
     deal,
     pack_step,
     shown_episodes,
-    sights_of,
+    views_of,
 )
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
 from jaxrl_async.trainer.update import Update
@@ -180,7 +180,7 @@ class LearnerSettings:
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS
     tasks: tuple[str, ...] = ()  # names of several that train differently; (): one, or alike
     seed: int = 0  # of the mini-batches and of pairs
-    sights_every: int = 0  # interval at which `sights` are kept, versions; 0: never
+    views_every: int = 0  # interval at which `views` are kept, versions; 0: never
 
 
 def _frozen_models(settings: LearnerSettings, companions: Companions) -> FrozenModels:
@@ -274,7 +274,7 @@ class Learner:
         self._objective, self._probe = step.objective, ProbePass(step.objective.spec, step.settings)
         self._shapings = _shapings(settings)
         self._demonstrations = Demonstrations(companions.pairs, self._algorithm.supervised_batch)
-        self.sights: list[TokenView] = []  # of the last step, if it keeps them
+        self.views: list[TokenView] = []  # of the last step, if it keeps them
         self.frozen = _frozen_models(settings, companions)
         self.critic_state = companions.critic_state
         self.coefficients = SteeredCoefficients(
@@ -347,7 +347,7 @@ class Learner:
         num_passes = results.num_passes
         results, of_teachers = self._ask_teachers(step, results, device_lock)
         step, credit_report = self.credit(step, results, self.coefficients.current.kl)
-        self.sights = self._token_views(step, groups, results, version, device_lock)
+        self.views = self._token_views(step, groups, results, version, device_lock)
         report = self._update(step, version, device_lock)
         self._report_pairs(report, credit_report)
         report["train/flops"] += num_passes * forward_flops(self._objective.spec, step.batch)
@@ -385,14 +385,14 @@ class Learner:
         Their log-probs need one more pass over these few sequences, unless they are known. Its
         program is compiled once, and `train/flops` does not count it.
         """
-        every, own = self._settings.sights_every, self._companions.own_pass
+        every, own = self._settings.views_every, self._companions.own_pass
         if own is None or not every or (version + 1) % every:
             return []
 
         def logprobs_of(batch: PackedBatch) -> FloatArray:
             return own.logprobs(self.whole(self.params), batch, device_lock, replays=True)
 
-        return sights_of(step, shown_episodes(groups), results.proximal, logprobs_of)
+        return views_of(step, shown_episodes(groups), results.proximal, logprobs_of)
 
     def _report_pairs(self, report: dict[str, float], of_pairs: dict[str, float]) -> None:
         """Replace the token loss in the report by the pairs' loss, if pairs are trained."""

@@ -195,7 +195,7 @@ def shown_episodes(groups: Sequence[EpisodeGroup]) -> list[Episode]:
     return [e for group in groups[:SHOWN_GROUPS] for e in group.episodes[:SHOWN_EPISODES]]
 
 
-def sights_of(
+def views_of(
     step: PackedStep,
     episodes: Sequence[Episode],
     proximal: FloatArray | None,

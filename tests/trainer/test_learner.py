@@ -780,26 +780,26 @@ def test_the_first_episodes_of_a_step_are_kept_as_the_trainer_saw_them(
 ) -> None:
     shaping = ({"cap": {"low": 0.0, "high": 0.5}},)
     settings = {"anchor": anchor, "shaping": shaping, "advantage": "group_mean"}
-    learner = learner_of(algorithm={**settings, "minibatches": minibatches}, sights_every=2)
+    learner = learner_of(algorithm={**settings, "minibatches": minibatches}, views_every=2)
     moved(learner)  # version 1 is not shown
-    assert learner.sights == []
+    assert learner.views == []
     before = [np.asarray(learner.probe(e.token_ids)) for g in GROUPS[:2] for e in g.episodes[:2]]
     moved(learner, version=1)
     shown = [e for g in GROUPS[:2] for e in g.episodes[:2]]
-    assert [s.episode for s in learner.sights] == shown
-    for sight, logprobs in zip(learner.sights, before, strict=True):
-        np.testing.assert_allclose(sight.logprobs[1:], logprobs, rtol=1e-5, atol=1e-5)
-        (of,) = [g for g in GROUPS if any(e is sight.episode for e in g.episodes)]
+    assert [s.episode for s in learner.views] == shown
+    for view, logprobs in zip(learner.views, before, strict=True):
+        np.testing.assert_allclose(view.logprobs[1:], logprobs, rtol=1e-5, atol=1e-5)
+        (of,) = [g for g in GROUPS if any(e is view.episode for e in g.episodes)]
         rewards = np.minimum([s.reward for s in of.scores], 0.5)
-        index = [e is sight.episode for e in of.episodes].index(True)
-        advantage = np.where(sight.episode.drawn, rewards[index] - rewards.mean(), 0)
-        np.testing.assert_allclose(sight.advantages, advantage, atol=1e-6)
+        index = [e is view.episode for e in of.episodes].index(True)
+        advantage = np.where(view.episode.drawn, rewards[index] - rewards.mean(), 0)
+        np.testing.assert_allclose(view.advantages, advantage, atol=1e-6)
     moved(learner, version=2)
-    assert learner.sights == [], "what is old is not shown beside newer samples"
+    assert learner.views == [], "what is old is not shown beside newer samples"
 
 
 def test_to_keep_what_the_trainer_saw_changes_nothing_of_what_is_trained() -> None:
-    plain, watched = learner_of(), learner_of(sights_every=1)
+    plain, watched = learner_of(), learner_of(views_every=1)
     assert moved(plain) == moved(watched)
     assert distance(plain.params, watched.params) == 0
 

@@ -218,7 +218,7 @@ def make_learner(
         ),
         tasks=tuple(config.named_tasks) if trains_differently(config) else (),
         seed=config.run.seed,
-        sights_every=config.metrics.samples_every,
+        views_every=config.metrics.samples_every,
     )
     return Learner(step, state, settings, companions)
 

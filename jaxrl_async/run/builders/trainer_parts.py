@@ -170,7 +170,7 @@ def make_outlets(
         samples_every=config.metrics.samples_every,
         lockstep=lockstep,
         opponents=inputs.opponents,
-        sights=lambda: learner.sights,
+        sights=lambda: learner.views,
     )
     saver = RunSaver(
         config=config,

@@ -19,7 +19,7 @@ from jaxrl_async.later import Later
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
 from jaxrl_async.model.delta import DeltaInputs
-from jaxrl_async.model.delta_layer import DeltaState, go_on
+from jaxrl_async.model.delta_layer import DeltaState, advanced
 from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
@@ -308,7 +308,7 @@ def _forward(
 
     def read(_: int, inputs: DeltaInputs, kernels: Sequence[Array]) -> Array:
         tokens = DeltaInputs(*(x[:, None] for x in inputs))
-        out, after = go_on(loop.states[len(states)], tokens, kernels, jnp.ones_like(positions))
+        out, after = advanced(loop.states[len(states)], tokens, kernels, jnp.ones_like(positions))
         states.append(after)
         return out[:, 0]
 

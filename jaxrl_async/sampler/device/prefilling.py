@@ -16,7 +16,7 @@ from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.attention import same_image
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.delta import DeltaInputs
-from jaxrl_async.model.delta_layer import DeltaState, go_on
+from jaxrl_async.model.delta_layer import DeltaState, advanced
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
     forward,
@@ -190,7 +190,7 @@ def _read_padded(
 
         state = jax.tree.map(before, states[len(left)])
         tokens = DeltaInputs(*(x[chunk.token_indices] for x in inputs))
-        out, after = go_on(state, tokens, kernels, lengths)
+        out, after = advanced(state, tokens, kernels, lengths)
         left.append(after)
         return out.reshape(B * T, *out.shape[2:])[chunk.cell_indices]
 
