@@ -186,4 +186,4 @@ def layers_with_stack(
     if room is None or slots is None:
         return layers
     own = own_columns(room, slots)
-    return [{**layer, **beside, LORA_OWN: own} for layer, beside in zip(layers, stack, strict=True)]
+    return [{**layer, **added, LORA_OWN: own} for layer, added in zip(layers, stack, strict=True)]

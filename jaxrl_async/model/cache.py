@@ -300,8 +300,8 @@ def attend_chunk(
         return jnp.einsum("bngts,bsnk->btngk", weights, v).reshape(B, T, H, K)
     # Queries with leading heads, like the context: otherwise XLA on CPU cannot multiply several
     # rows in bfloat16
-    turned = jnp.transpose(grouped, (0, 2, 3, 1, 4))
-    before = jnp.einsum("bngtk,bnkc->bngtc", turned, context[0], preferred_element_type=jnp.float32)
+    heads = jnp.transpose(grouped, (0, 2, 3, 1, 4))
+    before = jnp.einsum("bngtk,bnkc->bngtc", heads, context[0], preferred_element_type=jnp.float32)
     before = jnp.where(seen[:, None, None], capped(before * K**-0.5, cap), MASKED)
     both = jnp.concatenate([before, scores], axis=-1)
     weights = softmax_with_sinks(both, sinks).astype(v.dtype)

@@ -472,8 +472,8 @@ def _slice(
         else:
             stored = np.asarray(tensor.file.get_slice(tensor.name)[slice(*weight.hf_rows)])
             stored = stored if weight.hf_columns is None else stored[:, slice(*weight.hf_columns)]
-        turned = stored.T if _is_transposed(weight) else stored
-        values = np.ascontiguousarray(turned.reshape(shape)[index])
+        transposed = stored.T if _is_transposed(weight) else stored
+        values = np.ascontiguousarray(transposed.reshape(shape)[index])
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"{name} contains NaN or infinite numbers: the model was saved incompletely, or its "

@@ -69,8 +69,8 @@ def with_sinks(q_tHK: Array, sinks_H: Array, width: int) -> Array:
     t, H, K = q_tHK.shape
     sinks = (sinks_H.astype(q_tHK.dtype).astype(jnp.float32) * K**0.5).astype(q_tHK.dtype)
     unseen = jnp.full(H, UNSEEN, q_tHK.dtype)
-    beside = jnp.broadcast_to(jnp.stack([sinks, unseen], axis=1), (t, H, SPARE))
-    whole = jnp.concatenate([q_tHK, beside], axis=2)
+    spare = jnp.broadcast_to(jnp.stack([sinks, unseen], axis=1), (t, H, SPARE))
+    whole = jnp.concatenate([q_tHK, spare], axis=2)
     return jnp.pad(whole, ((0, 0), (0, 0), (0, width - K - SPARE)))
 
 

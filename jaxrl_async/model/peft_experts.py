@@ -82,19 +82,19 @@ def target_parameters(spec: ModelSpec, lora: Lora) -> dict[str, int]:
     modules have these names, too (a shared expert, a layer without experts), they are listed as
     parameters as well: a matrix is a valid parameter.
     """
-    ours = _after_layer(expert_tensors(spec, lora))
-    if ours:
-        return ours
-    beside = beside_experts(spec, lora)
+    tensors = _after_layer(expert_tensors(spec, lora))
+    if tensors:
+        return tensors
+    modules = mistaken_modules(spec, lora)
     every = _after_layer(expert_tensors(spec, lora, one_by_one=True))
-    return {**every, **{f"{module}.weight": 1 for module in beside}} if beside else {}
+    return {**every, **{f"{module}.weight": 1 for module in modules}} if modules else {}
 
 
 def _after_layer(tensors: Mapping[str, ExpertTensor]) -> dict[str, int]:
     return {name.partition("{layer}.")[2]: len(t.parts) for name, t in tensors.items()}
 
 
-def beside_experts(spec: ModelSpec, lora: Lora) -> list[str]:
+def mistaken_modules(spec: ModelSpec, lora: Lora) -> list[str]:
     """Return the adapted modules that PEFT would mistake for experts, by their names within a
     layer."""
     ends = expert_ends(spec)

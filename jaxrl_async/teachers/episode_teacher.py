@@ -107,8 +107,8 @@ class EpisodeTeacher:
         head = head_of(episode, prompt, of_episode=self._others is not None)
         parts: list[_TokenLogprobs] = []
         for start, end in zip(episode.starts, ends, strict=True):
-            strange = np.flatnonzero(episode.token_ids[start:end] >= self._named_tokens)
-            token_ids = episode.token_ids[start : start + strange[0] if len(strange) else end]
+            beyond = np.flatnonzero(episode.token_ids[start:end] >= self._named_tokens)
+            token_ids = episode.token_ids[start : start + beyond[0] if len(beyond) else end]
             sampled = episode.drawn[start:end]
             count = np.count_nonzero(sampled)
             sampled = sampled[: len(token_ids)]

@@ -127,18 +127,18 @@ class TeacherService(EpisodeTeacher):
                 return tokens
 
             try:
-                ours = tokenizer.encode(shown).tolist()
-                theirs = await self._outages.until_answered(self._description, attempt)
+                expected = tokenizer.encode(shown).tolist()
+                served = await self._outages.until_answered(self._description, attempt)
             except TextTooLong:  # for this run: other texts are compared
                 continue
             except OutageTooLong:
                 raise
             except (EndpointMisset, JudgeRefusal) as error:  # it has no such route
                 return str(error)
-            if theirs != ours:
+            if served != expected:
                 raise EndpointMisset(
                     f"{self.setting} has other tokens than {named}: {shown[:60]!r} is "
-                    f"{theirs[:12]} there and {ours[:12]} here. {advice}"
+                    f"{served[:12]} there and {expected[:12]} here. {advice}"
                 )
         return None
 

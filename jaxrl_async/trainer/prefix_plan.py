@@ -72,9 +72,9 @@ def plan_rows(
         keys: of the contexts; None: nothing is shared.
     """
     rows = first_fit_decreasing(lengths, row_length)
-    apart = [[LaidContext(context, 0) for context in row] for row in rows]
-    if keys is None or len(apart) < 2:
-        return apart
+    separate = [[LaidContext(context, 0) for context in row] for row in rows]
+    if keys is None or len(separate) < 2:
+        return separate
     of_group: dict[int, list[int]] = {}
     for index, key in enumerate(keys):
         of_group.setdefault(key.group, []).append(index)
@@ -82,7 +82,7 @@ def plan_rows(
     trees = [tree for group in groups for tree in prefix_trees(group, row_length)]
     together = _in_rows(trees, lengths, row_length)
     divided = _filled_rows(groups, lengths, row_length)
-    return min((apart, together, divided), key=len)
+    return min((separate, together, divided), key=len)
 
 
 def _filled_rows(

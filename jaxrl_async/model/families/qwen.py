@@ -11,7 +11,7 @@ def _window_behind(fields: ConfigFields, layer: int) -> bool:
     return fields.flag("use_sliding_window") and layer >= fields.get("max_window_layers", 28)
 
 
-def _window_in_turns(fields: ConfigFields, layer: int) -> bool:
+def _window_alternates(fields: ConfigFields, layer: int) -> bool:
     before = layer < fields.get("max_window_layers", 28)
     return fields.flag("use_sliding_window") and layer % 2 == 0 and before
 
@@ -69,7 +69,7 @@ QWEN2_MOE = Family(
     names=SHARED_EXPERT,
     biases="qkv",
     window=4096,
-    windowed=_window_in_turns,
+    windowed=_window_alternates,
     lists_layers=True,
     routed=True,
     router=_router,
