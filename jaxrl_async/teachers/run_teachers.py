@@ -145,7 +145,7 @@ class TaskTeachers:
         )
 
     def with_teachers(self, outcome: Scorer) -> Scorer:
-        """Return a scorer that adds what the teachers say to an outcome's scores."""
+        """Return a scorer that adds the teachers' log-probs to an outcome's scores."""
         return TeacherScorer(
             outcome,
             self._choices,

@@ -53,7 +53,7 @@ class TeacherChoices:
             self.of(prompt)
 
     def _of_record(self, prompt: Prompt) -> TeacherChoice:
-        """Return what the task's function says of a prompt's record. Raises EndpointMisset."""
+        """Return what the task's function returns for a prompt's record. Raises EndpointMisset."""
         assert callable(self.of_task)
         try:
             return self.of_task(record_of(prompt))

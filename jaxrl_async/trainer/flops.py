@@ -124,14 +124,14 @@ def packing_measures(
     With shared prefixes also the share of the contexts' tokens that need no computation. `rows`
     includes the padding rows of the last micro-batch.
     """
-    laid = np.count_nonzero(batch.segment_ids)
+    packed = np.count_nonzero(batch.segment_ids)
     measures = {
         "train/rows": float(rows),
         "train/micro_batches": float(passes),
-        "train/packing": laid / (rows * batch.mask.shape[1]),
+        "train/packing": packed / (rows * batch.mask.shape[1]),
     }
     if shares_prefixes:
         ends = np.diff(batch.segment_ids, axis=1, append=0) != 0
         whole = int((batch.positions[ends & (batch.segment_ids > 0)] + 1).sum())
-        measures["train/shared_tokens"] = 1 - laid / max(whole, 1)
+        measures["train/shared_tokens"] = 1 - packed / max(whole, 1)
     return measures

@@ -21,7 +21,7 @@ from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.learning_settings import MicroSizes
-from jaxrl_async.trainer.prefix_plan import LaidContext, PrefixKey, plan_rows, prefix_key
+from jaxrl_async.trainer.prefix_plan import PackedContext, PrefixKey, plan_rows, prefix_key
 from jaxrl_async.trainer.token_columns import (
     NO_MASK,
     NO_SAMPLER_COLUMNS,
@@ -99,16 +99,16 @@ def pack(
         layout["offsets"] = (), np.int32
     batch = _empty(len(rows), row_length, layout)
     if lengths:
-        laid = _laid(rows, lengths, row_length)
-        for name, values in (_columns(sequences) | laid.columns).items():
+        packing = _packing(rows, lengths, row_length)
+        for name, values in (_columns(sequences) | packing.columns).items():
             column = getattr(batch, name)
             if column is not None:
-                column.reshape(-1)[laid.cells] = (
-                    values if name in laid.columns else values[laid.tokens]
+                column.reshape(-1)[packing.cells] = (
+                    values if name in packing.columns else values[packing.tokens]
                 )
     masks = _masks_of(sequences, sampler_columns)
     if lengths:
-        _write_choices(batch, sequences, sampler_columns, laid, masks)
+        _write_choices(batch, sequences, sampler_columns, packing, masks)
     if sampler_columns.mask_vocab is None:
         return batch
     kept = SparseBits(KeptTokens.joined(masks), batch.kept, sampler_columns.mask_vocab)
@@ -236,8 +236,8 @@ def _checked_lengths(index: int, sequence: TrainSequence, row_length: int) -> li
     return lengths
 
 
-class _Laid(NamedTuple):
-    """The positions in the rows of the concatenated sequences' tokens; [laid] each, by token."""
+class _Packing(NamedTuple):
+    """The positions in the rows of the concatenated sequences' tokens; [packed] each, by token."""
 
     tokens: NDArray[np.int64]  # index among all tokens
     cells: NDArray[np.int64]  # flat index in the rows
@@ -257,7 +257,9 @@ def _keys(sequences: Sequence[TrainSequence], columns: SamplerColumns) -> list[P
     return keys
 
 
-def _laid(rows: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_length: int) -> _Laid:
+def _packing(
+    rows: Sequence[Sequence[PackedContext]], lengths: Sequence[int], row_length: int
+) -> _Packing:
     """Return the positions of all contexts' tokens, given each row's contexts and their lengths."""
     starts, segments, skips = [0] * len(lengths), [0] * len(lengths), [0] * len(lengths)
     for row, members in enumerate(rows):
@@ -266,14 +268,14 @@ def _laid(rows: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_len
             starts[context], segments[context], skips[context] = start, segment, skipped
             start += lengths[context] - skipped
     whole = np.array(lengths)
-    laid = whole - np.array(skips)
-    within = np.arange(laid.sum()) - np.repeat(np.cumsum(laid) - laid, laid)
-    return _Laid(
-        tokens=np.repeat(np.cumsum(whole) - laid, laid) + within,
-        cells=np.repeat(starts, laid) + within,
+    counts = whole - np.array(skips)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return _Packing(
+        tokens=np.repeat(np.cumsum(whole) - counts, counts) + within,
+        cells=np.repeat(starts, counts) + within,
         columns={
-            "positions": np.repeat(skips, laid) + within,
-            "segment_ids": np.repeat(segments, laid),
+            "positions": np.repeat(skips, counts) + within,
+            "segment_ids": np.repeat(segments, counts),
         },
     )
 
@@ -309,7 +311,7 @@ def _write_choices(
     batch: PackedBatch,
     sequences: Sequence[TrainSequence],
     wanted: SamplerColumns,
-    laid: _Laid,
+    packing: _Packing,
     masks: Sequence[KeptTokens],
 ) -> None:
     """Write the sampler's columns, sequence by sequence: a token may have thousands of values."""
@@ -317,12 +319,12 @@ def _write_choices(
         return
     ends = np.cumsum([len(s.token_ids) for s in sequences])
     begins = ends - [len(s.token_ids) for s in sequences]
-    bounds = np.searchsorted(laid.tokens, [begins, ends])  # laid tokens ascend
+    bounds = np.searchsorted(packing.tokens, [begins, ends])  # packed tokens ascend
     before = np.cumsum([0, *(m.num_tokens for m in masks)]).tolist()
     for index, (sequence, begin, first, last) in enumerate(
         zip(sequences, begins, *bounds, strict=True)
     ):
-        own, cells = laid.tokens[first:last] - begin, laid.cells[first:last]
+        own, cells = packing.tokens[first:last] - begin, packing.cells[first:last]
         at = before[index] if masks else 0
         for name, values in _sampler_columns(sequence, wanted, at).items():
             column = getattr(batch, name)

@@ -29,7 +29,7 @@ class PrefixKey(NamedTuple):
     first_trained: int  # index of its first trained token; its length if it trains none
 
 
-class LaidContext(NamedTuple):
+class PackedContext(NamedTuple):
     """A context in a row."""
 
     context: int
@@ -60,7 +60,7 @@ def prefix_key(
 
 def plan_rows(
     lengths: Sequence[int], row_length: int, keys: Sequence[PrefixKey] | None = None
-) -> list[list[LaidContext]]:
+) -> list[list[PackedContext]]:
     """Return the ordered contexts of each row; deterministic.
 
     Prefixes are shared only if that takes fewer rows: in whole trees, or in trees that are divided
@@ -72,7 +72,7 @@ def plan_rows(
         keys: of the contexts; None: nothing is shared.
     """
     rows = first_fit_decreasing(lengths, row_length)
-    separate = [[LaidContext(context, 0) for context in row] for row in rows]
+    separate = [[PackedContext(context, 0) for context in row] for row in rows]
     if keys is None or len(separate) < 2:
         return separate
     of_group: dict[int, list[int]] = {}
@@ -87,37 +87,37 @@ def plan_rows(
 
 def _filled_rows(
     groups: Sequence["_Compared"], lengths: Sequence[int], row_length: int
-) -> list[list[LaidContext]]:
+) -> list[list[PackedContext]]:
     """Place group after group: a group's first tree fills the row with most room, and its other
     trees begin new rows."""
-    rows: list[list[LaidContext]] = []
+    rows: list[list[PackedContext]] = []
     filled: list[tuple[int, int]] = []  # a heap of (tokens in the row, row)
     for group in groups:
-        laid, row = filled[0] if filled else (row_length, -1)
-        first, *others = prefix_trees(group, row_length, first_room=row_length - laid)
-        size = _laid_tokens(first, lengths)
-        if row >= 0 and laid + size <= row_length:
+        used, row = filled[0] if filled else (row_length, -1)
+        first, *others = prefix_trees(group, row_length, first_room=row_length - used)
+        size = _packed_tokens(first, lengths)
+        if row >= 0 and used + size <= row_length:
             rows[row] += first
-            heapq.heapreplace(filled, (laid + size, row))
+            heapq.heapreplace(filled, (used + size, row))
         else:
             others = [first, *others]
         for tree in others:
-            heapq.heappush(filled, (_laid_tokens(tree, lengths), len(rows)))
+            heapq.heappush(filled, (_packed_tokens(tree, lengths), len(rows)))
             rows.append(list(tree))
     return rows
 
 
-def _laid_tokens(tree: Sequence[LaidContext], lengths: Sequence[int]) -> int:
+def _packed_tokens(tree: Sequence[PackedContext], lengths: Sequence[int]) -> int:
     """Return the number of tokens of a tree in its row."""
-    return sum(lengths[laid.context] - laid.skipped for laid in tree)
+    return sum(lengths[member.context] - member.skipped for member in tree)
 
 
 def _in_rows(
-    trees: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_length: int
-) -> list[list[LaidContext]]:
+    trees: Sequence[Sequence[PackedContext]], lengths: Sequence[int], row_length: int
+) -> list[list[PackedContext]]:
     """Place whole trees in rows, the largest first."""
-    rows = first_fit_decreasing([_laid_tokens(tree, lengths) for tree in trees], row_length)
-    return [[laid for tree in row for laid in trees[tree]] for row in rows]
+    rows = first_fit_decreasing([_packed_tokens(tree, lengths) for tree in trees], row_length)
+    return [[member for tree in row for member in trees[tree]] for row in rows]
 
 
 def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -179,7 +179,7 @@ def _compared(members: Iterable[int], keys: Sequence[PrefixKey]) -> _Compared:
 
 def prefix_trees(
     group: _Compared, row_length: int, *, first_room: int = 0
-) -> list[list[LaidContext]]:
+) -> list[list[PackedContext]]:
     """Return the contexts of one group as trees of at most a row, each in the order of its row.
 
     Each context joins the tree with room in which it shares most tokens, or begins a tree.
@@ -192,7 +192,7 @@ def prefix_trees(
         length = len(key.tokens)
         most = min(length - 1, key.first_trained)
         forest.add(length, np.minimum(group.common[position, :position], most) - 1)
-    return [[LaidContext(group.order[i], skipped) for i, skipped in t] for t in forest.trees()]
+    return [[PackedContext(group.order[i], skipped) for i, skipped in t] for t in forest.trees()]
 
 
 class _Forest:

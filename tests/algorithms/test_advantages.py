@@ -27,7 +27,7 @@ def episode_of(flags: list[int]) -> Episode:
 def group_of(
     rewards: list[float], masks: list[list[int]] | None = None, parts=None, token_rewards=None
 ) -> EpisodeGroup:
-    """One episode per reward: a prompt token, then as many drawn tokens as the place plus one."""
+    """One episode per reward: a prompt token, then as many sampled tokens as its index plus one."""
     masks = masks or [[0] + [1] * (index + 1) for index in range(len(rewards))]
     scores = tuple(
         Score(
@@ -51,7 +51,7 @@ def step(*rewards: list[float]) -> StepData:
 
 
 def values(result, group: int = 0) -> list[float]:
-    """The one value on each episode's drawn tokens."""
+    """The one value on each episode's sampled tokens."""
     for a in result.advantages[group]:
         assert a[0] == 0 and len(set(a[1:].tolist())) == 1
     return [float(a[1]) for a in result.advantages[group]]
@@ -248,9 +248,9 @@ def test_gdpos_weight_for_a_part_that_the_reward_has_not_is_refused():
 
 
 MULTI_TURN = [[0, 1, 1, 0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0]]
-"""Two turns with a tool's reply between, twice; nothing drawn."""
+"""Two turns with a tool's reply between, twice; nothing sampled."""
 STEP_REWARDS = [
-    np.array([5, 0.1, 0.2, 0, 0.7, 0.3, 0.4], np.float32),  # the first is earned by nobody
+    np.array([5, 0.1, 0.2, 0, 0.7, 0.3, 0.4], np.float32),  # the first is earned by no token
     None,
     np.array([0, 0, 9], np.float32),
 ]
@@ -327,7 +327,7 @@ def test_step_data_knows_token_rewards_only_where_a_score_has_some():
 
 
 EARNED = [
-    np.array([7.0, 0.5], np.float32),  # on the prompt: earned by nobody
+    np.array([7.0, 0.5], np.float32),  # on the prompt: earned by no token
     np.array([0.0, 0.5, 0.25], np.float32),
     None,
     np.array([0.0, 1.0, -0.5, 0.0, 0.25], np.float32),
@@ -443,7 +443,7 @@ def test_opo_of_answers_without_a_token_is_less_the_plain_mean():
 
 
 def test_a_turn_begins_where_a_token_between_was_not_sampled():
-    """Two drawn tokens side by side are one turn; one reply token between makes two."""
+    """Two sampled tokens side by side are one turn; one reply token between makes two."""
     group = group_of([1.0, 1.0], [[0, 1, 1], [0, 1, 0, 1]])
     data = step_data([group])
     ((a, b),) = adv.discounted_batch(data, gamma=0.5, turn_gamma=0.5, epsilon=1e-12).advantages

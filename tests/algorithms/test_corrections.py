@@ -61,7 +61,7 @@ def packed() -> TokenInputs:
 
 
 def each_sequence(x: TokenInputs, values: np.ndarray, reduction) -> np.ndarray:
-    """reduction over each sequence's trained tokens, at all its places."""
+    """reduction over each sequence's trained tokens, at all its tokens."""
     found, mask = np.zeros(x.mask.shape), np.asarray(x.mask)
     for row, ids in enumerate(np.asarray(x.segment_ids)):
         for segment in set(ids.tolist()) - {0}:

@@ -48,9 +48,9 @@ def normalized(values: list[float]) -> np.ndarray:
 
 trees = st.lists(
     st.tuples(
-        st.integers(1, 6),  # drawn tokens of a member
+        st.integers(1, 6),  # sampled tokens of a member
         st.floats(-2, 2, width=16),  # its reward
-        st.lists(  # its pivots: place, and lengths and rewards of continuations
+        st.lists(  # its pivots: start, and lengths and rewards of continuations
             st.tuples(
                 st.integers(1, 5),
                 st.lists(

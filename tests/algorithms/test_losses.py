@@ -112,7 +112,7 @@ def packed() -> TokenInputs:
 
 
 def each_sequence(n: TokenInputs, values: np.ndarray, reduction) -> np.ndarray:
-    """reduction over each sequence's trained tokens, at all its places."""
+    """reduction over each sequence's trained tokens, at all its tokens."""
     found = np.zeros(n.mask.shape)
     for row, ids in enumerate(n.segment_ids):
         for segment in set(ids.tolist()) - {0}:
@@ -306,7 +306,7 @@ def test_a_ratio_of_ten_nats_is_what_it_is():
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(token_loss))
 def test_a_loss_is_against_its_anchor(packed, name):
-    """Anchored elsewhere, it is what it would be had that drawn the tokens."""
+    """Anchored elsewhere, it is what it would be had that sampled the tokens."""
     other = packed.behavior_logprobs + 0.1
     anchored = packed._replace(anchor_logprobs=other)
     moved = packed._replace(behavior_logprobs=other)

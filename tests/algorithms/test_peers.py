@@ -142,7 +142,7 @@ def test_a_game_has_something_to_learn_if_one_seat_has() -> None:
     group = group_of(0, SEATS * 2)
     always = replace(group, scores=tuple(Score(reward=r) for r in (1.0, 0.0, 1.0, 0.0)))
     once = replace(group, scores=tuple(Score(reward=r) for r in (1.0, 0.0, 1.0, 0.5)))
-    assert not has_signal(always), "the first seat always wins: nobody was better than its peers"
+    assert not has_signal(always), "the first seat always wins: no seat was better than its peers"
     assert has_signal(once) and not has_signal(once, least_std=0.3)
     plain = tuple(replace(e, seat="", peers="") for e in group.episodes)
     assert has_signal(replace(always, episodes=plain))

@@ -66,7 +66,7 @@ def shaped_by(name: str, *groups: EpisodeGroup, **settings: float):
 
 
 def indices(of: EpisodeGroup) -> list[int]:
-    """Where its episodes stood in the group they were taken from: lengths are places plus one."""
+    """Where its episodes stood in the group they were taken from: lengths are indices plus one."""
     return [e.num_drawn - 1 for e in of.episodes]
 
 
@@ -207,7 +207,7 @@ def test_downsampling_is_keyed_by_identity_and_prefers_clean_solutions():
     assert all(clean) and len(clean) == 4
     draws = [shaped_by("downsample", first, keep=8, seed=s).data.groups[0] for s in range(20)]
     seen = {tuple(indices(g)) for g in draws}
-    assert len(seen) > 10, "wrong answers are drawn at random"
+    assert len(seen) > 10, "wrong answers are taken at random"
 
 
 def test_downsampling_takes_token_rewards_and_values_along():

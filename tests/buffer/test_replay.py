@@ -155,7 +155,7 @@ def test_what_newer_weights_sampled_is_never_trained_on():
     with pytest.raises(TimeoutError):
         b.draw(3, 0)
     assert b.stats().dropped == {"from_the_future": 1}
-    assert [t.version for t in b.admit(0)] == [3], "no livelock: its place is free again"
+    assert [t.version for t in b.admit(0)] == [3], "no livelock: its slot is free again"
 
 
 def test_a_dropped_groups_slot_wakes_a_blocked_admit_while_the_trainer_waits():

@@ -64,7 +64,7 @@ def exact(case: Case, q, cells, sinks) -> np.ndarray:
 
 
 def arrays_of(case: Case, seed: int = 0):
-    """Queries, pages in random places, where they are, and the right result."""
+    """Queries, pages in random order, where they are, and the right result."""
     rng = np.random.default_rng(seed)
     rows = 1 if case.latent else 2 * case.kv_heads
     width = max(-(-n // case.page) for n in case.lengths) + 1

@@ -127,7 +127,7 @@ def random_experts(seed: int) -> np.ndarray:
 
 
 def by_one_hot(params: Any, experts: Any, pull: Any) -> tuple[Any, Any]:
-    """sum(pull * log-probs) where every expert computes every token, and a one-hot of the told
+    """sum(pull * log-probs) where every expert computes every token, and a one-hot of the given
     ones says which count; and the experts that the router would choose. Written anew from the
     definition of the model: one sequence at a time, no scan, no sorting."""
 

@@ -116,7 +116,7 @@ def test_the_source_models_sampling_is_kept_with_all_end_tokens(saved, tmp_path)
     kept = content(tmp_path / "b", "generation_config.json")
     assert kept == {**given, "eos_token_id": [EOS, 5], "bos_token_id": 1, "pad_token_id": 0}
     assert content(tmp_path / "b")["eos_token_id"] == [EOS, 5]
-    (saved / "tokenizer.json").unlink()  # then nobody but the two files can say it
+    (saved / "tokenizer.json").unlink()  # then only the two files have it
     Policy.from_pretrained(saved).save_pretrained(tmp_path / "c")
     assert content(tmp_path / "c", "generation_config.json")["eos_token_id"] == [EOS, 5]
 

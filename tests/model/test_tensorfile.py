@@ -98,7 +98,7 @@ VALUES = st.recursive(
 
 @st.composite
 def mutated_headers(draw):
-    """The header with values put in at a few places."""
+    """The header with values put in at a few offsets."""
     described = json.loads(json.dumps(HEADER))
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from(["a", "b", "c", "__metadata__"]))

@@ -1,4 +1,4 @@
-"""Episodes of several contexts, packed: each context a segment, each drawn token trained once."""
+"""Episodes of several contexts, packed: each context a segment, each sampled token trained once."""
 
 import itertools
 from dataclasses import replace

@@ -81,7 +81,7 @@ GROUPS = [group(n) for n in range(4)]
 
 
 def sampled_by(params: Any, groups: list[EpisodeGroup]) -> list[EpisodeGroup]:
-    """The same groups as if `params` had drawn them."""
+    """The same groups as if `params` had sampled them."""
     batch = pack_groups(groups, None, ROW)
     values = PASS.logprobs(params, batch)
     made = []
@@ -259,7 +259,7 @@ def over_groups(
 
 
 FROM_EARNED: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
-    # of each sequence what its drawn tokens earned, float64 -> its advantages
+    # of each sequence what its sampled tokens earned, float64 -> its advantages
     "reinforce": lambda e: over_groups(e, lambda r, n: r),
     "rloo": lambda e: over_groups(e, lambda r, n: (r - r.mean()) * 3 / 2),
     "opo": lambda e: over_groups(e, lambda r, n: r - (r * n).sum() / n.sum()),
@@ -764,7 +764,7 @@ def test_process_rewards_of_groups_that_are_too_old_are_not_trained_on() -> None
         scores = [replace(s, process_rewards=r) for s, r in zip(g.scores, steps, strict=True)]
         return replace(g, scores=tuple(scores))
 
-    judged = [with_process(g) for g in GROUPS]  # drawn by version 0
+    judged = [with_process(g) for g in GROUPS]  # sampled by version 0
     young, old, bare = (learner_of(process_max_age=2) for _ in range(3))
     assert moved(young, judged, version=2)["process/too_old"] == 0
     assert moved(old, judged, version=3)["process/too_old"] == len(GROUPS)

@@ -82,7 +82,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def logits(policy: Policy, packed: PackedBatch) -> np.ndarray:
-    """float64 [rows, length, vocab]: at t, of the distribution that token t is drawn from."""
+    """float64 [rows, length, vocab]: at t, of the distribution that token t is sampled from."""
     arrays = (packed.token_ids, packed.positions, packed.segment_ids)
     hidden = np.asarray(row_states(policy.spec, policy.params, *arrays), np.float64)
     embed = policy.params["embed"].T if policy.spec.tied else policy.params["lm_head"]

@@ -29,13 +29,13 @@ PROMPT = Prompt(prompt_id=0, position=0, token_ids=np.zeros(1, np.int32), text="
 
 
 def kept_of(mask: np.ndarray) -> KeptTokens:
-    """[drawn, vocab] bool as the sampler gives it."""
+    """[sampled, vocab] bool as the sampler gives it."""
     starts = np.concatenate([[0], np.cumsum(mask.sum(axis=1))]).astype(np.int32)
     return KeptTokens(ids=np.nonzero(mask)[1].astype(np.int32), starts=starts)
 
 
 def episode_of(sampled: list[bool], seed: int) -> tuple[Episode, np.ndarray]:
-    """An episode with masks and experts, and its masks as [drawn, vocab] bool."""
+    """An episode with masks and experts, and its masks as [sampled, vocab] bool."""
     rng = np.random.default_rng(seed)
     flags = np.array([False, *sampled])
     tokens = rng.integers(0, VOCAB, len(flags)).astype(np.int32)
@@ -80,7 +80,7 @@ def test_a_mask_without_ids_leaves_no_token_out():
     assert bits[[0, 2]].all() and np.flatnonzero(bits[1]).tolist() == [1, 9]
     episode, _ = episode_of([True] * 3, 0)
     report = group_measures([group_of(replace(episode, kept=kept))], 1)
-    assert report["rollout/kept_mean"] == 2.0, "of the tokens that were not drawn from all"
+    assert report["rollout/kept_mean"] == 2.0, "of the tokens that were not sampled from all"
 
 
 def test_a_packed_step_holds_ids_and_its_micro_batches_alone_are_made_bits():
@@ -119,7 +119,7 @@ def test_masks_and_experts_arrive_where_their_tokens_are(flags_of, rows):
         bits = np.unpackbits(np.asarray(part.kept), axis=-1, bitorder="little")[..., :VOCAB].astype(
             bool
         )
-        assert bits[~part.mask].all(), "nothing is refused where nothing was drawn"
+        assert bits[~part.mask].all(), "nothing is refused where nothing was sampled"
         assert part.expert_ids.dtype == np.int8
         assert (part.expert_ids[part.segment_ids == 0] == -1).all()
         for index, (episode, mask) in enumerate(made):

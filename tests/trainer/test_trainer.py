@@ -341,7 +341,7 @@ def test_a_failure_reported_by_the_next_save_is_counted_and_that_one_is_kept() -
 
 
 def test_where_nothing_may_be_saved_any_more_no_last_save_is_tried() -> None:
-    """Of several processes the others are not told: a last save would wait for them."""
+    """Of several processes the others are not notified: a last save would wait for them."""
     script, tried = Script(), list[int]()
 
     def lost(learner: Any, version: int, numbers: Any) -> None:

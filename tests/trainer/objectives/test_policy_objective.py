@@ -80,7 +80,7 @@ def params() -> Any:
 
 
 def sequences(num: int = 14, seed: int = 0, version: int = 3) -> list[TrainSequence]:
-    """Two-turn sequences of several lengths, drawn at two versions."""
+    """Two-turn sequences of several lengths, sampled at two versions."""
     rng = np.random.default_rng(seed)
     made = []
     for index in range(num):
