@@ -2,7 +2,7 @@
 
     contexts of an episode ──> in the teacher's tokens ──> log-probs ──> of the policy's tokens
 
-teacher_service asks a server for the log-probs, teacher_here a model in this process.
+teacher_service asks a server for the log-probs, in_process_teacher a model in this process.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.errors import EndpointMisset, GivenUp
-from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.prompt_logprobs import ContextLogprobs
+from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.teachers.text_spans import Spans
 from jaxrl_async.types import (
     BoolArray,
@@ -43,7 +43,7 @@ class EpisodeTeacher:
         *,
         top_k: int,
         named_tokens: int,
-        others: OtherTokens | None = None,
+        retokenizer: Retokenizer | None = None,
     ) -> None:
         """Ask nothing yet.
 
@@ -53,18 +53,18 @@ class EpisodeTeacher:
             top_k: likeliest tokens of each position; 0: none.
             named_tokens: number of the policy's tokens that the teacher can be asked about; the
                 others only pad the policy's vocabulary.
-            others: the policy's tokenizer and the teacher's; None: they are the same.
+            retokenizer: the policy's tokenizer and the teacher's; None: they are the same.
         """
         self.setting, self.name, self._description = f"teachers.{name}", name, description
-        self._top_k, self._named_tokens, self._others = top_k, named_tokens, others
+        self._top_k, self._named_tokens, self._retokenizer = top_k, named_tokens, retokenizer
         self._counts = dict.fromkeys(COUNTS, 0.0)
-        if others is not None:
+        if retokenizer is not None:
             self._counts["unaligned_tokens"] = 0.0
 
     @property
-    def reads_other_tokens(self) -> bool:
+    def retokenizes(self) -> bool:
         """Whether the teacher has another tokenizer than the policy."""
-        return self._others is not None
+        return self._retokenizer is not None
 
     def counts(self) -> Mapping[str, float]:
         """Return the counters since the start, by the last part of their metrics' names."""
@@ -104,7 +104,7 @@ class EpisodeTeacher:
         Raises RolloutError and EndpointMisset.
         """
         ends = (*episode.starts[1:], len(episode.token_ids))
-        head = head_of(episode, prompt, of_episode=self._others is not None)
+        head = head_of(episode, prompt, of_episode=self._retokenizer is not None)
         parts: list[_TokenLogprobs] = []
         for start, end in zip(episode.starts, ends, strict=True):
             beyond = np.flatnonzero(episode.token_ids[start:end] >= self._named_tokens)
@@ -132,7 +132,7 @@ class EpisodeTeacher:
             logprobs=joined.logprobs,
             top_ids=joined.top_ids,
             top_logprobs=joined.top_logprobs,
-            spans=None if self._others is None else joined.spans.astype(np.int32),
+            spans=None if self._retokenizer is None else joined.spans.astype(np.int32),
         )
 
     async def _of_context(
@@ -153,12 +153,12 @@ class EpisodeTeacher:
             about: as in `of_tokens`.
         """
         rest, of_rest = token_ids[replaced:], sampled[replaced:]
-        if self._others is None:
+        if self._retokenizer is None:
             indices = np.flatnonzero(of_rest)
             read = np.concatenate([opening, rest]).astype(np.int32)
             scores = (await self.of_tokens(read, about)).at(indices + len(opening))
             return _TokenLogprobs(indices + replaced, *scores, spans=np.arange(len(indices)))
-        written = await asyncio.to_thread(self._others.written, rest, of_rest)
+        written = await asyncio.to_thread(self._retokenizer.retokenize, rest, of_rest)
         spans = written.spans.moved(replaced, len(opening))
         spans = spans.at(spans.teacher[:, 0] > 0)  # a first token has no log-prob
         covered = int((spans.policy[:, 1] - spans.policy[:, 0]).sum())
@@ -167,7 +167,7 @@ class EpisodeTeacher:
             return None
         read = np.concatenate([opening, written.token_ids]).astype(np.int32)
         scores = await self.of_tokens(read[: spans.teacher[-1, 1]], about)
-        return _of_spans(spans, scores, self._others.own_ids if self._top_k else NO_TOKENS)
+        return _of_spans(spans, scores, self._retokenizer.own_ids if self._top_k else NO_TOKENS)
 
 
 class _TokenLogprobs(NamedTuple):
@@ -195,7 +195,7 @@ def _of_spans(spans: Spans, scores: ContextLogprobs, own_ids: IntArray) -> _Toke
     Args:
         spans: of the context; `teacher` are indices into `scores`.
         scores: the log-probs of the teacher's tokens.
-        own_ids: the policy's token for each of the teacher's (OtherTokens.own_ids).
+        own_ids: the policy's token for each of the teacher's (Retokenizer.own_ids).
     """
     widths = spans.policy[:, 1] - spans.policy[:, 0]
     ends = np.cumsum(widths) - 1  # index of each span's last token among all spans' tokens

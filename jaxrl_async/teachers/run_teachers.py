@@ -18,10 +18,10 @@ from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat, Scorer
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
-from jaxrl_async.teachers.other_tokens import OtherTokens
+from jaxrl_async.teachers.in_process_teacher import Compute, InProcessTeacher
+from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
-from jaxrl_async.teachers.teacher_here import Compute, TeacherHere
 from jaxrl_async.teachers.teacher_scorer import TeacherScorer
 from jaxrl_async.teachers.teacher_service import TeacherService
 from jaxrl_async.types import BoolArray, Episode, Prompt, Score
@@ -80,7 +80,7 @@ class RunTeachers:
         }
         self.services: dict[str, EpisodeTeacher] = {}
         for name, one in config.named_teachers.items():
-            others = self.of_others[name].tokens if name in self.of_others else None
+            retokenizer = self.of_others[name].retokenizer if name in self.of_others else None
             k = 0 if name == reference else top_k
             if one.url is not None:
                 self.services[name] = TeacherService(
@@ -90,23 +90,23 @@ class RunTeachers:
                     vocab=vocab,
                     named_tokens=tokenizer.vocab_size,
                     outages=outages,
-                    others=others,
+                    retokenizer=retokenizer,
                 )
             elif name in models:
                 model = models[name]
-                self.services[name] = TeacherHere(
+                self.services[name] = InProcessTeacher(
                     name,
                     model.load,
                     max_tokens=config.trainer.micro_batch_tokens,
                     top_k=k,
-                    named_tokens=model.vocab if others is None else tokenizer.vocab_size,
-                    others=others,
+                    named_tokens=model.vocab if retokenizer is None else tokenizer.vocab_size,
+                    retokenizer=retokenizer,
                 )
 
     def unmatched(self, vocab: int) -> BoolArray:
         """Return which of the policy's tokens the other tokenizer has not, [vocab]; teachers have
         one such tokenizer, as a config rule requires."""
-        (ids, *_) = (other.tokens.own_ids for other in self.of_others.values() if other.tokens)
+        (ids, *_) = (r.own_ids for one in self.of_others.values() if (r := one.retokenizer))
         alone = np.ones(vocab, np.bool_)
         alone[ids[ids >= 0]] = False
         return alone
@@ -192,7 +192,7 @@ class _ChatTokenizer:
 
     tokenizer: Tokenizer
     chat: Callable[[], ChatFormat | None]
-    tokens: OtherTokens | None  # None: it is the policy's
+    retokenizer: Retokenizer | None  # None: it is the policy's
 
     @classmethod
     def of(
@@ -203,13 +203,13 @@ class _ChatTokenizer:
         chat = chat_format(other, Path(folder)) if other.has_chat_template else None
         ends = () if (own_format := own_chat()) is None else own_format.stop_token_ids
         others_ends = other.eos_ids if chat is None else (*chat.stop_token_ids, *other.eos_ids)
-        tokens = OtherTokens(
+        retokenizer = Retokenizer(
             own,
             other,
             own_ends=tuple(dict.fromkeys((*ends, *own.eos_ids))),
             other_end=next(iter(others_ends), None),
         )
-        return cls(other, lambda: chat, tokens)
+        return cls(other, lambda: chat, retokenizer)
 
     def contexts(self, setting: str, one: NamedTeacher, template: str | None) -> TeacherContexts:
         """Return what converts the context of a teacher, or the prompt if it has no context."""
@@ -239,11 +239,11 @@ class _Trial:
                 why,
             )
         opening = None
-        if self._opening is not None and self._service.reads_other_tokens:
+        if self._opening is not None and self._service.retokenizes:
             opening = self._opening(prompt)
         for episode in episodes:
             scores = await self._service.of_episode(episode, 1.0, prompt, opening)
-            if not len(scores.places) and self._service.reads_other_tokens:
+            if not len(scores.places) and self._service.retokenizes:
                 log.warning(
                     "%s: no token of an answer such as %r can be aligned with the teacher's. See "
                     "teacher/<name>/unaligned_tokens",

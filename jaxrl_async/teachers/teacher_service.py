@@ -20,7 +20,6 @@ from jaxrl_async.judge.judge_client import JsonClient, JudgeRefusal, key_in
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.usercode import run_async
 from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
-from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.prompt_logprobs import (
     ContextLogprobs,
     UnreadableLogprobs,
@@ -28,6 +27,7 @@ from jaxrl_async.teachers.prompt_logprobs import (
     read_scores,
     scoring_body,
 )
+from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.types import IntArray
 
 MAX_ANSWER_BYTES = 2**29
@@ -55,7 +55,7 @@ class TeacherService(EpisodeTeacher):
         vocab: int,
         named_tokens: int,
         outages: Outages,
-        others: OtherTokens | None = None,
+        retokenizer: Retokenizer | None = None,
     ) -> None:
         """Connect to nothing yet. Raises ConfigError if the API key is not in the environment.
 
@@ -67,7 +67,7 @@ class TeacherService(EpisodeTeacher):
             named_tokens: number of these that its tokenizer has; a server may refuse the others,
                 which only pad the policy's vocabulary.
             outages: of the run.
-            others: the policy's tokenizer and the teacher's; None: they are the same.
+            retokenizer: the policy's tokenizer and the teacher's; None: they are the same.
         """
         assert section.url is not None, "teachers with an address are asked"
         super().__init__(
@@ -75,10 +75,10 @@ class TeacherService(EpisodeTeacher):
             f"the teacher {name} at {section.url}",
             top_k=top_k,
             named_tokens=named_tokens,
-            others=others,
+            retokenizer=retokenizer,
         )
         self._section, self._outages = section, outages
-        self._vocab = vocab if others is None else ANY_TOKEN
+        self._vocab = vocab if retokenizer is None else ANY_TOKEN
         self._address = address_of(section.url, section.protocol)
         self._client = JsonClient(
             key=key_in(f"{self.setting}.key_variable", section.key_variable),
@@ -116,8 +116,8 @@ class TeacherService(EpisodeTeacher):
             "A teacher reads the policy's token ids: choose a model of the same family, or name "
             f"its tokenizer ({self.setting}.tokenizer)."
         )
-        if self._others is not None:
-            tokenizer, named = self._others.other, f"{self.setting}.tokenizer"
+        if self._retokenizer is not None:
+            tokenizer, named = self._retokenizer.other, f"{self.setting}.tokenizer"
             advice = "Name the tokenizer of the model that is served there."
 
         for shown in (*PROBES, text):

@@ -520,8 +520,8 @@ GROUPS = (
         ),
     ),
     Group(
-        "teachers/other_tokens",
-        ("teachers/test_other_tokens.py",),
+        "teachers/retokenizer",
+        ("teachers/test_retokenizer.py",),
         (
             ("= self._own_ends[0]", "= -1"),
             ("alone[:-1] | (sampled[1:] != sampled[:-1])", "alone[:-1]"),
@@ -533,7 +533,7 @@ GROUPS = (
     ),
     Group(
         "teachers/episode_teacher",
-        ("teachers/test_other_tokens.py",),
+        ("teachers/test_retokenizer.py",),
         (
             ("moved(start, parts[-1].num_spans if parts else 0)", "moved(start, 0)"),
             ("[scores.logprobs[a:b].sum(", "[scores.logprobs[a : a + 1].sum("),
@@ -544,8 +544,8 @@ GROUPS = (
         ),
     ),
     Group(
-        "teachers/teacher_here",
-        ("teachers/test_teacher_here.py",),
+        "teachers/in_process_teacher",
+        ("teachers/test_in_process_teacher.py",),
         (
             ("(len(taken) + 1) * longest > self._max_tokens", "len(taken) > self._max_tokens"),
             ("if future.set_running_or_notify_cancel()", "if future is not None"),

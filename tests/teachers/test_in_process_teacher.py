@@ -10,7 +10,7 @@ import pytest
 from builders import episode_of
 
 from jaxrl_async.errors import CheckpointError
-from jaxrl_async.teachers.teacher_here import TeacherHere
+from jaxrl_async.teachers.in_process_teacher import InProcessTeacher
 from jaxrl_async.testing.fakes import make_prompt
 
 
@@ -39,8 +39,8 @@ class Model:
         ]
 
 
-def teacher(model: Model, max_tokens: int = 64) -> TeacherHere:
-    return TeacherHere("t", model.load, max_tokens=max_tokens, top_k=0, named_tokens=100)
+def teacher(model: Model, max_tokens: int = 64) -> InProcessTeacher:
+    return InProcessTeacher("t", model.load, max_tokens=max_tokens, top_k=0, named_tokens=100)
 
 
 def ids(length: int, first: int = 1) -> np.ndarray:

@@ -28,7 +28,7 @@ from jaxrl_async.outages import Outages
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.tasks.task import NO_TASK
 from jaxrl_async.teachers.episode_teacher import NO_LOGPROB
-from jaxrl_async.teachers.other_tokens import OtherTokens
+from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.teachers.run_teachers import RunTeachers, TaskTeachers
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
 from jaxrl_async.teachers.teacher_service import TeacherService
@@ -42,9 +42,9 @@ def chatml() -> Tokenizer:
     return byte_tokenizer(CHATML)
 
 
-def pair(own: Tokenizer, other: Tokenizer) -> OtherTokens:
+def pair(own: Tokenizer, other: Tokenizer) -> Retokenizer:
     ends = chat_format(other, None).stop_token_ids if other.has_chat_template else other.eos_ids
-    return OtherTokens(own, other, own_ends=own.eos_ids, other_end=ends[0])
+    return Retokenizer(own, other, own_ends=own.eos_ids, other_end=ends[0])
 
 
 def episode(tokenizer: Tokenizer, *parts: str | list[int], starts: tuple[int, ...] = (0,)) -> Any:
@@ -99,7 +99,7 @@ def test_every_span_covers_the_same_bytes_of_both(kind: str, text: str) -> None:
     own, other = byte_level_tokenizer(500), OTHERS[kind]()
     ids = np.append(own.encode(text), own.eos_ids[0]).astype(np.int32)
     tokens = pair(own, other)
-    written = tokens.written(ids, np.ones(len(ids), bool))
+    written = tokens.retokenize(ids, np.ones(len(ids), bool))
     assert written.is_whole and written.token_ids[-1] == tokens._other_end
     assert other.decode(written.token_ids[:-1]).strip() == text.strip()
     (*texts, end) = zip(written.spans.policy, written.spans.teacher, strict=True)
@@ -122,13 +122,13 @@ def test_any_text_is_aligned_up_to_its_end_however_it_was_split(text: str, data:
     text = text.encode(errors="ignore").decode()
     ids = own.encode(text)
     tokens = pair(own, other)
-    whole = tokens.written(ids, np.ones(len(ids), bool))
+    whole = tokens.retokenize(ids, np.ones(len(ids), bool))
     assert whole.is_whole
     covered = int((whole.spans.policy[:, 1] - whole.spans.policy[:, 0]).sum())
     assert covered == len(ids)
     at = data.draw(st.integers(0, len(ids)))
     sampled = np.arange(len(ids)) >= at
-    part = tokens.written(ids, sampled)
+    part = tokens.retokenize(ids, sampled)
     for (a, i), (b, j) in zip(part.spans.policy, part.spans.teacher, strict=True):
         assert a >= at
         policy = b"".join(own.token_bytes(t) for t in ids[a:i])
@@ -141,10 +141,10 @@ def test_marks_of_turns_are_those_of_the_teacher_if_it_has_them() -> None:
     ids = np.array([*own.encode("yes"), end, *own.encode("\n"), start, *own.encode("no")], np.int32)
     sampled = np.ones(len(ids), bool)
     others = byte_tokenizer(CHATML, tokens=("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
-    same = pair(own, others).written(ids, sampled)
+    same = pair(own, others).retokenize(ids, sampled)
     assert same.is_whole and others.decode_all(same.token_ids) == own.decode_all(ids)
     llama = llama3_tokenizer()
-    cut = pair(own, llama).written(ids, sampled)
+    cut = pair(own, llama).retokenize(ids, sampled)
     assert not cut.is_whole, "a Llama has no <|im_start|>"
     assert llama.decode_all(cut.token_ids) == "yes<|eot_id|>\n"
     assert cut.spans.policy[-1, 1] == np.flatnonzero(ids == start)[0]
@@ -154,7 +154,7 @@ def test_half_a_character_ends_what_the_teacher_reads() -> None:
     own, other = byte_level_tokenizer(300), llama3_tokenizer()
     whole = own.encode("a 🙂")
     ids = np.concatenate([whole[:-1], own.encode("b")]).astype(np.int32)
-    found = pair(own, other).written(ids, np.ones(len(ids), bool))
+    found = pair(own, other).retokenize(ids, np.ones(len(ids), bool))
     assert not found.is_whole and other.decode(found.token_ids) == "a "
     assert found.spans.policy[-1, 1] == 2
 
@@ -193,7 +193,7 @@ def asked(
             vocab=own.vocab_size,
             named_tokens=own.vocab_size,
             outages=Outages(backoff_first_s=0.1, longest_s=20.0),
-            others=pair(own, other),
+            retokenizer=pair(own, other),
         )
         try:
             found = asyncio.run(
@@ -412,7 +412,7 @@ def test_messages_need_a_teacher_with_a_chat_template() -> None:
 def test_a_policy_of_characters_is_aligned_with_words() -> None:
     own, other = character_tokenizer("0123456789+= "), byte_level_tokenizer(500)
     ids = np.append(own.encode("12345 + 12345"), own.eos_ids[0]).astype(np.int32)
-    found = pair(own, other).written(ids, np.ones(len(ids), bool))
+    found = pair(own, other).retokenize(ids, np.ones(len(ids), bool))
     assert found.is_whole and len(found.token_ids) < len(ids)
     assert int((found.spans.policy[:, 1] - found.spans.policy[:, 0]).sum()) == len(ids)
 
@@ -442,14 +442,14 @@ def test_our_endpoint_is_a_teacher_with_another_tokenizer(
                 vocab=own.vocab_size,
                 named_tokens=own.vocab_size,
                 outages=Outages(longest_s=20.0),
-                others=pair(own, other),
+                retokenizer=pair(own, other),
             )
             assert asyncio.run(service.check_tokens(own, "What?")) is None
             found = asyncio.run(service.of_episode(one, 1.0, make_prompt(3), opening))
             service.close()
         finally:
             closed(rig)
-    written = pair(own, other).written(one.token_ids[one.drawn], np.ones(len(answer) + 1, bool))
+    written = pair(own, other).retokenize(one.token_ids[one.drawn], np.ones(len(answer) + 1, bool))
     read = np.concatenate([opening, written.token_ids])
     expected = logprobs_of(spec, params, read)[len(opening) :].astype(np.float64)
     assert found.spans is not None
@@ -477,7 +477,7 @@ def test_a_real_tokenizer_is_aligned_with_a_small_one(
     ):
         text = talk if own.vocab_size > 100 else talk[:24]
         ids = np.append(own.encode(text), own.eos_ids[0]).astype(np.int32)
-        found = pair(own, other).written(ids, np.ones(len(ids), bool))
+        found = pair(own, other).retokenize(ids, np.ones(len(ids), bool))
         assert found.is_whole and other.decode(found.token_ids) == text
         widths = found.spans.policy[:, 1] - found.spans.policy[:, 0]
         assert int(widths.sum()) == len(ids)

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
-from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.prompt_logprobs import ContextLogprobs
+from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.types import FloatArray, IntArray
 
 Compute = Callable[[Sequence[IntArray]], Sequence[tuple[FloatArray, IntArray, FloatArray]]]
 """Returns the log-probs of each sequence, as a ContextLogprobs."""
 
 
-class TeacherHere(EpisodeTeacher):
+class InProcessTeacher(EpisodeTeacher):
     """One teacher whose model computes in this process."""
 
     def __init__(
@@ -30,7 +30,7 @@ class TeacherHere(EpisodeTeacher):
         max_tokens: int,
         top_k: int,
         named_tokens: int,
-        others: OtherTokens | None = None,
+        retokenizer: Retokenizer | None = None,
     ) -> None:
         """Load nothing yet.
 
@@ -41,14 +41,14 @@ class TeacherHere(EpisodeTeacher):
                 sequence may have more.
             top_k: likeliest tokens of each position; 0: none.
             named_tokens: number of the policy's tokens that the teacher can be asked about.
-            others: the policy's tokenizer and the teacher's; None: they are the same.
+            retokenizer: the policy's tokenizer and the teacher's; None: they are the same.
         """
         super().__init__(
             name,
             f"the teacher {name} on the sampler's chips",
             top_k=top_k,
             named_tokens=named_tokens,
-            others=others,
+            retokenizer=retokenizer,
         )
         self._load, self._max_tokens = load, max_tokens
         self._compute: Compute | None = None

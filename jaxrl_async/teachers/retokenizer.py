@@ -17,7 +17,7 @@ from jaxrl_async.types import BoolArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptAndAnswer:
+class Retokenized:
     """A policy's tokens in a teacher's tokens."""
 
     token_ids: IntArray  # [written] int32, the teacher's
@@ -25,7 +25,7 @@ class PromptAndAnswer:
     is_whole: bool  # False: it ends before a token that cannot be written
 
 
-class OtherTokens:
+class Retokenizer:
     """A policy's tokenizer and a teacher's. Thread-safe."""
 
     def __init__(
@@ -46,7 +46,7 @@ class OtherTokens:
         self._own_bytes = lru_cache(2**18)(own.token_bytes)
         self._other_bytes = lru_cache(2**18)(other.token_bytes)
 
-    def written(self, token_ids: IntArray, sampled: BoolArray) -> PromptAndAnswer:
+    def retokenize(self, token_ids: IntArray, sampled: BoolArray) -> Retokenized:
         """Return tokens of a context in the teacher's tokens, up to the first token that cannot be
         written: a special token that the teacher does not have, a token without text, or bytes that
         are no UTF-8.
@@ -71,7 +71,7 @@ class OtherTokens:
                 break
         else:
             is_whole = True
-        return PromptAndAnswer(
+        return Retokenized(
             token_ids=np.concatenate([np.zeros(0, np.int32), *ids_of_runs]).astype(np.int32),
             spans=Spans(*(np.concatenate(part) for part in zip(*spans, strict=True))),
             is_whole=is_whole,
