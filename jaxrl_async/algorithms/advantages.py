@@ -257,7 +257,7 @@ def reinforce_pp(data: StepData, *, gamma: Share = 1.0, epsilon: Above0 = 1e-8) 
     A_t = r - beta sum_{i >= t} KL(i), then (A - mean) / std over the batch: Hu et al. 2025
     (REINFORCE++, arXiv:2501.03262), eq. 8 to 10. Designed for one answer per prompt.
     """
-    return _drawn(data, _normalized(_to_go(data, gamma), epsilon))
+    return _per_token(data, _normalized(_to_go(data, gamma), epsilon))
 
 
 @advantage(compared_in_group=True)
@@ -271,7 +271,7 @@ def reinforce_pp_baseline(data: StepData, *, epsilon: Above0 = 1e-8) -> StepAdva
         [np.full(int(n), a) for n, a in zip(of_group, _centered(r), strict=True)]
         for of_group, r in zip(lengths, returns_of(data), strict=True)
     ]
-    return _drawn(data, _normalized(values, epsilon))
+    return _per_token(data, _normalized(values, epsilon))
 
 
 @advantage(compared_in_group=True, divided_in_group=True, part_weights="weights")
@@ -337,7 +337,7 @@ def discounted(
     way.
     """
     returns = _to_go(data, gamma, turn_gamma)
-    return _drawn(data, [_normalized([of_group], epsilon)[0] for of_group in returns])
+    return _per_token(data, [_normalized([of_group], epsilon)[0] for of_group in returns])
 
 
 @advantage(level="token", centered_in_step=True)
@@ -346,7 +346,7 @@ def discounted_batch(
 ) -> StepAdvantages:
     """Normalise the discounted return-to-go over all generated tokens of the step; see
     `discounted`."""
-    return _drawn(data, _normalized(_to_go(data, gamma, turn_gamma), epsilon))
+    return _per_token(data, _normalized(_to_go(data, gamma, turn_gamma), epsilon))
 
 
 @advantage(level="token", needs=("values",))
@@ -392,8 +392,8 @@ def gae(
     returns = [
         [a + v for a, v in zip(*both, strict=True)] for both in zip(raw, values, strict=True)
     ]
-    done = _drawn(data, _normalized(raw, epsilon) if whiten else raw)
-    return StepAdvantages(advantages=done.advantages, returns=_drawn(data, returns).advantages)
+    done = _per_token(data, _normalized(raw, epsilon) if whiten else raw)
+    return StepAdvantages(advantages=done.advantages, returns=_per_token(data, returns).advantages)
 
 
 advantage.check_known(function_facts.NEEDS_VALUES, lambda facts: "values" in facts.needs)
@@ -441,9 +441,9 @@ def _lengths(group: EpisodeGroup) -> Doubles:
     return np.array([e.num_drawn for e in group.episodes], np.float64)
 
 
-# ---- numbers per generated token: per group, per episode [drawn] float64
+# ---- numbers per generated token: per group, per episode [sampled] float64
 
-Drawn = Sequence[Sequence[Doubles]]
+PerSampled = Sequence[Sequence[Doubles]]
 
 
 def returns_of(data: StepData) -> list[Doubles]:
@@ -460,7 +460,7 @@ def _earned_by_tokens(data: StepData) -> list[Doubles]:
     ]
 
 
-def _earned(data: StepData) -> Drawn:
+def _earned(data: StepData) -> PerSampled:
     """Return the reward credited to each generated token."""
     extra = data.token_rewards or tuple((None,) * len(g.episodes) for g in data.groups)
     return [
@@ -470,11 +470,11 @@ def _earned(data: StepData) -> Drawn:
 
 
 def _earned_in(episode: Episode, reward: float, token_rewards: FloatArray | None) -> Doubles:
-    """Return the rewards credited to an episode's generated tokens: [drawn]."""
-    drawn = episode.num_drawn
-    if not drawn:
+    """Return the rewards credited to an episode's generated tokens: [sampled]."""
+    count = episode.num_drawn
+    if not count:
         return np.zeros(0)
-    earned = np.zeros(drawn)
+    earned = np.zeros(count)
     if token_rewards is not None:
         earner = np.cumsum(episode.drawn) - 1  # -1: before the first generated token, not credited
         credited = np.asarray(token_rewards, np.float64)[earner >= 0]
@@ -483,7 +483,7 @@ def _earned_in(episode: Episode, reward: float, token_rewards: FloatArray | None
     return earned
 
 
-def _to_go(data: StepData, gamma: float, turn_gamma: Share = 1.0) -> Drawn:
+def _to_go(data: StepData, gamma: float, turn_gamma: Share = 1.0) -> PerSampled:
     """Return the discounted sum of the rewards of each generated token and those after it."""
     earned = _earned(data)
     discounts = [_discounts(e, gamma, turn_gamma) for g in data.groups for e in g.episodes]
@@ -507,7 +507,7 @@ def _discounted_sums(terms: Sequence[Doubles], discounts: Sequence[Doubles]) -> 
     return [y[: len(x), i] for i, x in enumerate(terms)]
 
 
-def _normalized(values: Drawn, epsilon: float) -> Drawn:
+def _normalized(values: PerSampled, epsilon: float) -> PerSampled:
     """Return (values - mean) / (std + epsilon) over all tokens; exactly 0 if all are equal."""
     flat = np.concatenate([np.zeros(0), *_flat(values)])
     return _regrouped(_cut(_standardized(flat, epsilon), _flat(values)), values)
@@ -518,12 +518,12 @@ def _cut(flat: Doubles, like: Sequence[Doubles]) -> list[Doubles]:
     return np.split(flat, np.cumsum([len(v) for v in like], dtype=np.int64))[:-1]
 
 
-def _flat(values: Drawn) -> list[Doubles]:
+def _flat(values: PerSampled) -> list[Doubles]:
     """List the episodes of all groups."""
     return [v for of_group in values for v in of_group]
 
 
-def _regrouped(flat: Sequence[Doubles], like: Drawn) -> Drawn:
+def _regrouped(flat: Sequence[Doubles], like: PerSampled) -> PerSampled:
     """Group a flat list of episodes as `like`."""
     rest: Iterator[Doubles] = iter(flat)
     return [[next(rest) for _ in of_group] for of_group in like]
@@ -545,18 +545,18 @@ def _per_sequence(data: StepData, values: Sequence[Doubles]) -> StepAdvantages:
     )
 
 
-def _drawn(data: StepData, values: Drawn) -> StepAdvantages:
+def _per_token(data: StepData, values: PerSampled) -> StepAdvantages:
     """Give each generated token its own value."""
     return StepAdvantages(
         advantages=tuple(
-            tuple(_placed(e, v) for e, v in zip(group.episodes, of_group, strict=True))
+            tuple(_at_sampled(e, v) for e, v in zip(group.episodes, of_group, strict=True))
             for group, of_group in zip(data.groups, values, strict=True)
         )
     )
 
 
-def _placed(episode: Episode, values: Doubles) -> FloatArray:
+def _at_sampled(episode: Episode, values: Doubles) -> FloatArray:
     """Return an array [length] with these values at the generated tokens, else 0."""
-    placed = np.zeros(len(episode.token_ids), np.float32)
-    placed[episode.drawn] = values
-    return placed
+    result = np.zeros(len(episode.token_ids), np.float32)
+    result[episode.drawn] = values
+    return result

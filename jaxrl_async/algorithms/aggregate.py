@@ -127,8 +127,8 @@ def any_in_sequence(flags: Array, mask: Array, segment_ids: Array | None = None)
 def first_tokens(mask: Array, segment_ids: Array | None = None) -> Array:
     """Mark the first trained token of each sequence that has any; [rows, length] bool."""
     positions = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
-    learnt = jnp.where(mask, positions, mask.shape[1])
-    return mask & (positions == _over_sequences(jax.ops.segment_min, learnt, segment_ids))
+    trained = jnp.where(mask, positions, mask.shape[1])
+    return mask & (positions == _over_sequences(jax.ops.segment_min, trained, segment_ids))
 
 
 def _over_sequences(

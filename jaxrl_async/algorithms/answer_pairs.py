@@ -60,16 +60,16 @@ def choose_pairs(
             good counts as one tie.
         seed: key of the random choice of best_random.
     """
-    there = [int(i) for i in np.flatnonzero(learnable)]
-    if len(there) < 2:
+    candidates = [int(i) for i in np.flatnonzero(learnable)]
+    if len(candidates) < 2:
         return [], 0
     if how == "all":
-        both = [(i, j) for at, i in enumerate(there) for j in there[at + 1 :]]
-        apart = [(i, j) for i, j in both if returns[i] != returns[j]]
-        ordered = [(i, j) if returns[i] > returns[j] else (j, i) for i, j in apart]
-        return [AnswerPair(*pair) for pair in ordered], len(both) - len(apart)
-    best = max(there, key=lambda i: returns[i])
-    worse = [i for i in there if returns[i] < returns[best]]
+        both = [(i, j) for at, i in enumerate(candidates) for j in candidates[at + 1 :]]
+        unequal = [(i, j) for i, j in both if returns[i] != returns[j]]
+        ordered = [(i, j) if returns[i] > returns[j] else (j, i) for i, j in unequal]
+        return [AnswerPair(*pair) for pair in ordered], len(both) - len(unequal)
+    best = max(candidates, key=lambda i: returns[i])
+    worse = [i for i in candidates if returns[i] < returns[best]]
     if not worse:
         return [], 1
     if how == "best_worst":

@@ -160,8 +160,8 @@ def level_of(choice: Choice) -> str:
     name, facts = name_of(choice), correction.facts(choice)
     if facts.level is None:
         return name
-    given = {} if isinstance(choice, str) else choice[name] or {}
-    return str((defaults_of(correction[name]) | given).get("level", facts.level))
+    arguments = {} if isinstance(choice, str) else choice[name] or {}
+    return str((defaults_of(correction[name]) | arguments).get("level", facts.level))
 
 
 # --- corrections by action and level --------------------------------------------------------------
@@ -290,8 +290,8 @@ def opsm(x: TokenInputs, *, delta: AtLeast0 = 0.1) -> Correction:
     Off-policy sequence masking: a bad answer that has become unlikely under the policy is not
     trained on. DeepSeek-V3.2 (arXiv:2512.02556), eq. 9.
     """
-    away = bounded_difference(x, x.behavior_logprobs, jax.lax.stop_gradient(x.policy_logprobs))
-    far = mean_over_sequence(away, x.mask, x.segment_ids) > delta
+    gap = bounded_difference(x, x.behavior_logprobs, jax.lax.stop_gradient(x.policy_logprobs))
+    far = mean_over_sequence(gap, x.mask, x.segment_ids) > delta
     return _filter(x, jnp.where(far & (x.advantages < 0), 0.0, 1.0))
 
 

@@ -1,8 +1,8 @@
 """Forks: several continuations of one answer, the trunk, compared at the token where they diverge.
 
-    trunk          P P P a b c d e      drawn: a b c d e      a member of the group
-    continuations  P P P a b x y        drawn:     x y        peers = "fork 0@5": of episode 0,
-                   P P P a b u v w      drawn:     u v w      before its token 5
+    trunk          P P P a b c d e      sampled: a b c d e      a member of the group
+    continuations  P P P a b x y        sampled:     x y        peers = "fork 0@5": of episode 0,
+                   P P P a b u v w      sampled:     u v w      before its token 5
 
 All start at the same state s, so the continuations' returns r_1 ... r_k and the trunk's R are
 returns of s. The estimator compares these k + 1 like the members of a group: with group_mean
@@ -33,12 +33,12 @@ class ForkPoint(NamedTuple):
     """The point where continuations diverge from their trunk."""
 
     trunk: int  # index of the trunk among the group's episodes
-    place: int  # index of the trunk's first token that they do not share
+    start: int  # index of the trunk's first token that they do not share
 
     @property
     def name(self) -> str:
         """The continuations' Episode.peers."""
-        return f"fork {self.trunk}@{self.place}"
+        return f"fork {self.trunk}@{self.start}"
 
 
 def fork_point(episode: Episode) -> ForkPoint | None:
@@ -48,7 +48,7 @@ def fork_point(episode: Episode) -> ForkPoint | None:
 
 
 def fork_points(group: EpisodeGroup) -> list[ForkPoint]:
-    """List the forks of a group, each once, by trunk and place."""
+    """List the forks of a group, each once, by trunk and start."""
     return sorted({point for e in group.episodes if (point := fork_point(e)) is not None})
 
 
@@ -119,7 +119,7 @@ def without_references(trained: StepAdvantages, data: StepData, *, trunk: str) -
     if trunk == "fork":
         for group, of, count in zip(data.groups, advantages, own, strict=True):
             for point, reference in zip(fork_points(group), of[count:], strict=True):
-                behind = np.arange(len(reference)) >= point.place
+                behind = np.arange(len(reference)) >= point.start
                 of[point.trunk] = np.where(behind, reference, of[point.trunk])
     returns: PerToken | None = None
     if trained.returns is not None:
@@ -131,7 +131,7 @@ def without_references(trained: StepAdvantages, data: StepData, *, trunk: str) -
 
 
 def _reference(trunk: Episode, point: ForkPoint) -> Episode:
-    behind = np.arange(len(trunk.token_ids)) >= point.place
+    behind = np.arange(len(trunk.token_ids)) >= point.start
     return replace(trunk, drawn=trunk.drawn & behind, kept=None, expert_ids=None, peers=point.name)
 
 
@@ -143,7 +143,7 @@ def _behind(rewards: FloatArray | None, point: ForkPoint) -> FloatArray | None:
     """Drop the rewards before the fork: continuations did not earn them."""
     if rewards is None:
         return None
-    return np.where(np.arange(len(rewards)) >= point.place, rewards, np.float32(0))
+    return np.where(np.arange(len(rewards)) >= point.start, rewards, np.float32(0))
 
 
 def _repeated(values: Doubles, indices: list[int]) -> Doubles:

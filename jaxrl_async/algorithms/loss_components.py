@@ -216,6 +216,6 @@ def called(function: ComponentFn, x: TokenInputs) -> tuple[Array, dict[str, Arra
         advantages=jnp.where(x.mask, x.advantages, 0.0),
         entropy=jnp.where(x.mask, x.entropy, 0.0),
     )
-    given = function(clean)
-    values, metrics = given if isinstance(given, tuple) else (given, {})
+    result = function(clean)
+    values, metrics = result if isinstance(result, tuple) else (result, {})
     return values, metrics

@@ -373,24 +373,24 @@ def _counted_by(key: str) -> str | None:
 
 def _distances(x: TokenInputs, known: Array) -> dict[str, tuple[Array, Array]]:
     """Measure the policy's distance from the sampler. known: tokens with reported log-probs."""
-    difference, apart = log_ratio(x), jnp.abs(mismatch(x))
+    difference, distance = log_ratio(x), jnp.abs(mismatch(x))
     return {
         "policy/entropy": _mean(x.mask, x.entropy),
         "policy/ratio_mean": _mean(x.mask, jnp.exp(difference)),
         "policy/k1_behavior": _mean(x.mask, -difference),
         "policy/k3_behavior": _mean(x.mask, k3_of(-difference)),
         "policy/recomputed_logprob_share": _mean(x.mask, ~known),
-        "mismatch/mean": _mean(_fresh(x) & known, apart),
-        "mismatch/all_mean": _mean(x.mask & known, apart),
+        "mismatch/mean": _mean(_fresh(x) & known, distance),
+        "mismatch/all_mean": _mean(x.mask & known, distance),
     }
 
 
 def _largest_distances(x: TokenInputs, known: Array) -> dict[str, Array]:
-    apart = jnp.abs(mismatch(x))
+    distance = jnp.abs(mismatch(x))
     return {
         "policy/ratio_max": _largest(x.mask, jnp.exp(log_ratio(x))),
-        "mismatch/max": _largest(_fresh(x) & known, apart),
-        "mismatch/all_max": _largest(x.mask & known, apart),
+        "mismatch/max": _largest(_fresh(x) & known, distance),
+        "mismatch/all_max": _largest(x.mask & known, distance),
     }
 
 

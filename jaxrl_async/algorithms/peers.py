@@ -68,13 +68,13 @@ def picked(data: StepData, parts: Sequence[tuple[int, Sequence[int]]]) -> StepDa
     )
 
 
-def of_groups(learnt: StepAdvantages, groups: Sequence[EpisodeGroup]) -> StepAdvantages:
+def of_groups(estimates: StepAdvantages, groups: Sequence[EpisodeGroup]) -> StepAdvantages:
     """Join the estimates for the peers of these groups, in the groups' original order."""
     classes = [classes_of(group) for group in groups]
-    if len(learnt.advantages) == len(classes):
-        return learnt
-    returns = None if learnt.returns is None else _together(learnt.returns, classes)
-    return StepAdvantages(advantages=_together(learnt.advantages, classes), returns=returns)
+    if len(estimates.advantages) == len(classes):
+        return estimates
+    returns = None if estimates.returns is None else _together(estimates.returns, classes)
+    return StepAdvantages(advantages=_together(estimates.advantages, classes), returns=returns)
 
 
 def compared_with_peers(
@@ -89,8 +89,8 @@ def compared_with_peers(
         least: as in `among_compared`.
     """
     whole = data_with_references(data)
-    learnt = of_groups(among_compared(by_peers(whole), advantage, least), whole.groups)
-    return learnt if whole is data else without_references(learnt, data, trunk=trunk)
+    estimates = of_groups(among_compared(by_peers(whole), advantage, least), whole.groups)
+    return estimates if whole is data else without_references(estimates, data, trunk=trunk)
 
 
 def among_compared(data: StepData, advantage: AdvantageFn, least: int) -> StepAdvantages:
@@ -106,9 +106,9 @@ def among_compared(data: StepData, advantage: AdvantageFn, least: int) -> StepAd
     parts = [(g, of) for g, of in enumerate(chosen) if len(of) >= least]
     advantages = [[np.zeros(len(e.drawn), np.float32) for e in g.episodes] for g in data.groups]
     if parts:
-        learnt = advantage(picked(data, parts))
-        for (group, of), found in zip(parts, learnt.advantages, strict=True):
-            for index, values in zip(of, found, strict=True):
+        estimates = advantage(picked(data, parts))
+        for (group, of), of_group in zip(parts, estimates.advantages, strict=True):
+            for index, values in zip(of, of_group, strict=True):
                 advantages[group][index] = values
     return StepAdvantages(advantages=tuple(tuple(of) for of in advantages))
 

@@ -117,7 +117,7 @@ def kto(
     z0 = jax.lax.stop_gradient(x.baseline)
     desirable = desirable_weight * jax.nn.sigmoid(-beta * (chosen - z0))
     undesirable = undesirable_weight * jax.nn.sigmoid(-beta * (z0 - rejected))
-    loss = _where_there(desirable, x.chosen_lengths) + _where_there(undesirable, x.rejected_lengths)
+    loss = _present(desirable, x.chosen_lengths) + _present(undesirable, x.rejected_lengths)
     return PairLoss(loss / 2, beta * chosen, beta * rejected)
 
 
@@ -221,7 +221,7 @@ def _mean(total: Array, lengths: Array) -> Array:
     return total / jnp.maximum(lengths, 1)
 
 
-def _where_there(values: Array, lengths: Array) -> Array:
+def _present(values: Array, lengths: Array) -> Array:
     return jnp.where(lengths > 0, values, 0.0)
 
 
@@ -231,5 +231,5 @@ def _log_odds(mean: Array) -> Array:
     return mean - jnp.log(-jnp.expm1(mean))
 
 
-def _total(there: Array, values: Array) -> tuple[Array, Array]:
-    return jnp.sum(jnp.where(there, values, 0.0)), jnp.sum(there)
+def _total(exists: Array, values: Array) -> tuple[Array, Array]:
+    return jnp.sum(jnp.where(exists, values, 0.0)), jnp.sum(exists)

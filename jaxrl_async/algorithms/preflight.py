@@ -136,15 +136,15 @@ def bends(algorithm: schema.AlgorithmSection) -> bool:
 
 def bending_warning(algorithm: schema.AlgorithmSection) -> str:
     """Return the warning for `bends`, with the token weights with and without the correction."""
-    found = _first_difference(algorithm)
-    assert found is not None, "the correction changes no weight"
-    sign, *both = found
-    kept, bent = (", ".join(f"{w:.3g}" for w in weights) for weights in both)
+    difference = _first_difference(algorithm)
+    assert difference is not None, "the correction changes no weight"
+    sign, *both = difference
+    plain, bent = (", ".join(f"{w:.3g}" for w in weights) for weights in both)
     return (
         f"algorithm.loss={schema.name_of(algorithm.loss)} needs no correction, and "
         f"algorithm.correction={correction_of(algorithm)} is set: a token of advantage "
         f"{sign:g} with policy / behavior = {', '.join(f'{r:g}' for r in RATIOS)}, in a "
-        f"sequence with a token of the inverse ratio, weighs {bent} instead of {kept}. "
+        f"sequence with a token of the inverse ratio, weighs {bent} instead of {plain}. "
         "To remove the correction, set algorithm.correction=null."
     )
 
@@ -157,9 +157,9 @@ def _first_difference(
     by_default = algorithm.model_copy(update={"correction": None})
     pairs = [(r, 1 / r) for r in RATIOS]
     for sign in (1.0, -1.0):
-        kept, bent = (effective_weights(a, pairs, sign)[:, 0] for a in (by_default, algorithm))
-        if not np.allclose(kept, bent, rtol=1e-4):
-            return sign, kept, bent
+        plain, bent = (effective_weights(a, pairs, sign)[:, 0] for a in (by_default, algorithm))
+        if not np.allclose(plain, bent, rtol=1e-4):
+            return sign, plain, bent
     return None
 
 
@@ -349,44 +349,44 @@ def try_advantage(choice: schema.Choice, *, group_size: int) -> None:
     where = f"algorithm.advantage = {schema.name_of(choice)!r}"
     data = tiny_step(with_values=needs_critic(choice))
     try:
-        given = function(data)
+        result = function(data)
     except Exception as error:
         raise ConfigError(
             f"{where} fails on two groups of three episodes: {_first_line(error)}. It is "
             "called as advantage(data), data being an algorithms.advantages.StepData."
         ) from error
-    if not isinstance(given, StepAdvantages):
+    if not isinstance(result, StepAdvantages):
         raise ConfigError(
             f"{where} must return an algorithms.advantages.StepAdvantages, not "
-            f"{type(given).__name__}."
+            f"{type(result).__name__}."
         )
-    shapes = [[np.shape(a) for a in of_group] for of_group in given.advantages]
-    wanted = [[e.token_ids.shape for e in g.episodes] for g in data.groups]
-    if shapes != wanted:
+    shapes = [[np.shape(a) for a in of_group] for of_group in result.advantages]
+    needed = [[e.token_ids.shape for e in g.episodes] for g in data.groups]
+    if shapes != needed:
         raise ConfigError(
             f"{where} must return one number per token of each episode of each group: shapes "
-            f"{wanted} here, not {shapes}."
+            f"{needed} here, not {shapes}."
         )
     if needs_critic(choice):
-        returns = [[np.shape(a) for a in of_group] for of_group in given.returns or ()]
-        if returns != wanted:
+        returns = [[np.shape(a) for a in of_group] for of_group in result.returns or ()]
+        if returns != needed:
             raise ConfigError(
                 f"{where} declares that it needs a critic's values, so it must return the critic's "
-                f"targets (returns), in the shapes of the advantages: {wanted} here, not {returns}."
+                f"targets (returns), in the shapes of the advantages: {needed} here, not {returns}."
             )
-    if not all(np.isfinite(a).all() for of_group in given.advantages for a in of_group):
+    if not all(np.isfinite(a).all() for of_group in result.advantages for a in of_group):
         raise ConfigError(f"{where} returns numbers that are not finite on two small groups.")
 
 
 def tiny_step(*, with_values: bool = False) -> StepData:
     """Make two groups of three episodes, one group with different rewards; with_values adds a
     critic's values, all 0."""
-    drawn = np.array([False, True, True, True])
+    sampled = np.array([False, True, True, True])
     episode = Episode(
         token_ids=np.arange(4, dtype=np.int32),
-        drawn=drawn,
-        logprobs=np.where(drawn, -1, 0).astype(np.float32),
-        versions=np.where(drawn, 0, -1).astype(np.int32),
+        drawn=sampled,
+        logprobs=np.where(sampled, -1, 0).astype(np.float32),
+        versions=np.where(sampled, 0, -1).astype(np.int32),
         stop=StopReason.EOS,
     )
     prompt = Prompt(prompt_id=0, position=0, token_ids=np.zeros(1, np.int32), text="", reference="")

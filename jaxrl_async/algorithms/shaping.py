@@ -53,7 +53,7 @@ shaping: Registry[ShapingFn, ShapingFacts] = Registry("shaping", "algorithm.shap
 def kept_group_size(choices: Sequence[Choice], group_size: int) -> int:
     """Return the maximum number of episodes that these shapings keep of `group_size`."""
     named = [(shaping.facts(choice).group_size, arguments_of(choice)) for choice in choices]
-    return min([group_size, *(given[name] for name, given in named if name is not None)])
+    return min([group_size, *(arguments[name] for name, arguments in named if name is not None)])
 
 
 def shape(data: StepData, functions: Sequence[ShapingFn] = ()) -> Shaped:
@@ -101,24 +101,25 @@ def _rejoined(shaped: Shaped, groups: Sequence[EpisodeGroup]) -> Shaped:
         classes = classes_of(group)
         parts = range(begin, begin + len(classes))
         begin += len(classes)
-        places = [(p, i) for p in parts for i in range(len(data.groups[p].episodes))]
+        members = [(p, i) for p in parts for i in range(len(data.groups[p].episodes))]
         indices = [index for of_word in classes for index in of_word]
-        if len(indices) == len(places):
-            places = [place for _, place in sorted(zip(indices, places, strict=True))]
-        chosen.append(places)
-        masks.append(tuple(shaped.masks[p][i] for p, i in places))
+        if len(indices) == len(members):
+            members = [member for _, member in sorted(zip(indices, members, strict=True))]
+        chosen.append(members)
+        masks.append(tuple(shaped.masks[p][i] for p, i in members))
         whole.append(
             replace(
                 group,
-                episodes=tuple(data.groups[p].episodes[i] for p, i in places),
-                scores=tuple(data.groups[p].scores[i] for p, i in places),
+                episodes=tuple(data.groups[p].episodes[i] for p, i in members),
+                scores=tuple(data.groups[p].scores[i] for p, i in members),
             )
         )
     tokens = data.token_rewards
     joined = StepData(
         groups=tuple(whole),
-        rewards=tuple(np.array([data.rewards[p][i] for p, i in places]) for places in chosen),
-        token_rewards=tokens and tuple(tuple(tokens[p][i] for p, i in places) for places in chosen),
+        rewards=tuple(np.array([data.rewards[p][i] for p, i in members]) for members in chosen),
+        token_rewards=tokens
+        and tuple(tuple(tokens[p][i] for p, i in members) for members in chosen),
     )
     return replace(shaped, data=joined, masks=tuple(masks))
 

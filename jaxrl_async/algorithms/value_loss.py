@@ -38,7 +38,7 @@ def explained_variance(values: FloatArray, returns: FloatArray, mask: BoolArray)
 
     NaN if the returns do not vary or any value is not finite.
     """
-    wanted, given = returns[mask].astype(np.float64), values[mask].astype(np.float64)
-    if not len(wanted) or not np.isfinite([wanted, given]).all() or not wanted.var():
+    targets, predicted = returns[mask].astype(np.float64), values[mask].astype(np.float64)
+    if not len(targets) or not np.isfinite([targets, predicted]).all() or not targets.var():
         return float("nan")
-    return float(1 - (wanted - given).var() / wanted.var())
+    return float(1 - (targets - predicted).var() / targets.var())

@@ -22,7 +22,7 @@ class BufferStats:
     trained: int  # taken by the trainer since the start, groups; each counts once
     dropped: dict[str, int]  # since the start, groups by reason (a Drop)
     kept: int = 0  # trained on, and kept for reuse
-    barren: int = 0  # groups without a signal since the last one with a signal
+    without_signal: int = 0  # groups without a signal since the last one with a signal
     no_signal: str = ""  # description of these groups, for messages
     reused: int = 0  # uses after the first since the start
     mean_kept_tokens: float = 0.0  # generated tokens per trained episode
@@ -82,7 +82,7 @@ class Tally:
     trained: int = 0
     reused: int = 0
     resampled: int = 0  # groups without a signal since the last draw
-    barren: int = 0  # groups without a signal since the last one with a signal
+    without_signal: int = 0  # groups without a signal since the last one with a signal
     dropped: Counter[Drop] = field(default_factory=Counter)
     kept_tokens: RunningMean = field(default_factory=RunningMean)
     dropped_tokens: RunningMean = field(default_factory=RunningMean)
@@ -129,7 +129,7 @@ class Contents:
         return len(self.pending) * self._reuse + sum(self.taken.values()) + left
 
     @property
-    def places(self) -> int:
+    def num_groups(self) -> int:
         """Number of groups in memory."""
         return len(self.pending) + len(self.kept)
 
@@ -236,7 +236,7 @@ class Contents:
             trained=tally.trained,
             dropped={reason.value: count for reason, count in tally.dropped.items()},
             kept=len(self.kept),
-            barren=tally.barren,
+            without_signal=tally.without_signal,
             no_signal=no_signal,
             reused=tally.reused,
             mean_kept_tokens=tally.kept_tokens.mean,

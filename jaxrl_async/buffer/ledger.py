@@ -36,7 +36,7 @@ class Ledger:
     def __init__(self, path: Path | None = None, *, keep: bool = False) -> None:
         self._file: TextIO | None = None
         self.lines = 0  # in the file, or kept in memory so far
-        self._keep, self._lines, self._given = keep, list[dict[str, Any]](), 0
+        self._keep, self._lines, self._num_taken = keep, list[dict[str, Any]](), 0
         if path is not None:
             self._file = path.open("a+", encoding="utf-8", buffering=1)
             self._file.seek(0)
@@ -55,10 +55,10 @@ class Ledger:
         """Return the lines kept since the last call, oldest first. until: include only lines
         written while `lines` was at most this."""
         # The buffer may append concurrently: these lines are left for the next call.
-        count = len(self._lines) if until is None else max(0, until - self._given)
+        count = len(self._lines) if until is None else max(0, until - self._num_taken)
         lines = self._lines[:count]
         del self._lines[:count]
-        self._given += len(lines)
+        self._num_taken += len(lines)
         return lines
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ then take the slot immediately, so the step can still be filled (no livelock at 
 Tokens of one group have versions from its ticket's up to the live one; the bound applies to the
 oldest.
 
-With when_too_old="drop", a slot is a place in memory: each group in flight, ready or kept holds
+With when_too_old="drop", a slot is room for a group in memory: each in flight, ready or kept holds
 one, which is freed when the group leaves. Rollouts then run ahead of the bound. Groups that are too
 old at the draw are dropped there; groups that become too old while they are generated are cancelled
 (see `watch`).
@@ -46,7 +46,7 @@ from jaxrl_async.staleness import (
 )
 from jaxrl_async.types import CancelledGroup, Draw, Drop, EpisodeGroup, Prompt, Ticket
 
-HOPELESS_STEPS, HOPELESS_GROUPS = 10, 128
+NO_SIGNAL_STEPS, NO_SIGNAL_GROUPS = 10, 128
 """By default the run ends after this many steps' worth, and at least this many, consecutive groups
 without a signal."""
 
@@ -63,7 +63,8 @@ class BufferSettings:
     reuse: int = 1  # steps that may train on one group
     rank: Rank = strict  # order of the groups that may be drawn
     has_signal: Callable[[EpisodeGroup], bool] = lambda group: True  # others are dropped when put
-    # groups without a signal in one step that end the run; None: `hopeless` in a row; 0: no limit
+    # groups without a signal in one step that end the run; 0: no limit; None: most_without_signal
+    # in a row
     max_resampled: int | None = None
     wants_pairs: bool = False  # a group without a pair also has no signal
     task_bounds: Mapping[str, int] = field(default_factory=dict)  # lower staleness of some tasks
@@ -71,9 +72,9 @@ class BufferSettings:
     overtaken_tasks: frozenset[str] = frozenset()
 
     @property
-    def hopeless(self) -> int:
+    def most_without_signal(self) -> int:
         """Number of consecutive groups without a signal that ends the run by default."""
-        return max(HOPELESS_STEPS * self.groups_per_step, HOPELESS_GROUPS)
+        return max(NO_SIGNAL_STEPS * self.groups_per_step, NO_SIGNAL_GROUPS)
 
     @property
     def waits(self) -> bool:
@@ -88,7 +89,7 @@ class BufferSettings:
         return least_limit(self.groups_per_step, self.lookahead, self.reuse)
 
     def capacity(self, limit: int) -> int:
-        """Return the number of slots for this staleness target; with "drop", the places in
+        """Return the number of slots for this staleness target; with "drop", the groups in
         memory."""
         if not self.waits:
             return memory_bound(self.max_staleness, self.groups_per_step, self.overcommit)
@@ -136,7 +137,7 @@ class ReplayBuffer:
         self._limit = settings.max_staleness  # the staleness target
         self._capacity = settings.capacity(self._limit)
         self._ledger, self._note, self._clock = ledger or Ledger(), note, clock
-        self._tell_dropped = dropped
+        self._on_dropped = dropped
         self._changed = threading.Condition()
         self._live = 0
         self._contents = Contents(settings.reuse)
@@ -189,11 +190,11 @@ class ReplayBuffer:
             self._note(put=number)
             if not self._settings.has_signal(group):
                 self._contents.tally.resampled += 1
-                self._contents.tally.barren += 1
+                self._contents.tally.without_signal += 1
                 self._drop(group, Drop.NO_SIGNAL, self._live)
                 return Drop.NO_SIGNAL
             self._contents.put(group)
-            self._contents.tally.barren = 0
+            self._contents.tally.without_signal = 0
             self._selection.note_ready(number)
             self._changed.notify_all()
             return None
@@ -265,7 +266,7 @@ class ReplayBuffer:
         start = self._clock()
         with self._changed:
             self._selection.begin_draw()
-            self._tell_age(version)
+            self._report_age(version)
             complete = self._wait(lambda: self._complete(version), timeout_s)
             waited_s = self._clock() - start
             contents = self._contents
@@ -281,7 +282,7 @@ class ReplayBuffer:
             )
             contents.tally.resampled = 0
             contents.hold(version, len(groups))
-            if not self._settings.waits:  # their places in memory are already free
+            if not self._settings.waits:  # their memory is already free
                 self._changed.notify_all()
             dropped, self._dropped = tuple(self._dropped), []
             cancelled, self._cancelled = tuple(self._cancelled), []
@@ -359,11 +360,11 @@ class ReplayBuffer:
     def stats(self) -> BufferStats:
         """Return a consistent snapshot."""
         with self._changed:
-            barren = self._contents.tally.barren
+            without_signal = self._contents.tally.without_signal
             return self._contents.stats(
                 capacity=self._capacity,
                 active=self._active(),
-                no_signal=no_signal(self._settings, self._dropped) if barren else "",
+                no_signal=no_signal(self._settings, self._dropped) if without_signal else "",
             )
 
     def state(self, *, active: bool = True) -> BufferState:
@@ -390,7 +391,7 @@ class ReplayBuffer:
     # ---- under the lock
 
     def _active(self) -> int:
-        return self._contents.slots if self._settings.waits else self._contents.places
+        return self._contents.slots if self._settings.waits else self._contents.num_groups
 
     def _free_slots(self) -> int:
         """Return the number of groups that may start now."""
@@ -410,10 +411,10 @@ class ReplayBuffer:
             return True
         if dropped or retired:
             self._note(look=version, dropped=list(dropped), retired=list(retired))
-        raise_if_hopeless(self._settings, self._contents.tally, self._dropped)
+        check_signal(self._settings, self._contents.tally, self._dropped)
         return False
 
-    def _tell_age(self, version: int) -> None:
+    def _report_age(self, version: int) -> None:
         """Call `aged` if the oldest trainable version rises at this version. The same bound applies
         to the draw."""
         self._version = version
@@ -450,8 +451,8 @@ class ReplayBuffer:
 
     def _forget(self, task: str, number: int, reason: Drop) -> None:
         """Report a group that will not be trained on."""
-        self._selection.note_gone(number)
-        self._tell_dropped(task, number, reason)
+        self._selection.note_dropped(number)
+        self._on_dropped(task, number, reason)
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         done = self._changed.wait_for(lambda: self._closed or ready(), timeout_s)
@@ -483,14 +484,14 @@ def _of_task(task: str) -> dict[str, str]:
 # ---- groups without a signal
 
 
-def raise_if_hopeless(
+def check_signal(
     settings: BufferSettings, tally: Tally, dropped: Sequence[tuple[EpisodeGroup, Drop]]
 ) -> None:
     """Raise TrainingError if too many groups had no signal; dropped: since the last draw."""
     most = settings.max_resampled
-    if most is None and tally.barren >= settings.hopeless:
-        steps = tally.barren // settings.groups_per_step
-        since = f"{tally.barren} groups in a row, {steps} steps' worth,"
+    if most is None and tally.without_signal >= settings.most_without_signal:
+        steps = tally.without_signal // settings.groups_per_step
+        since = f"{tally.without_signal} groups in a row, {steps} steps' worth,"
         limit = "Set algorithm.max_resampled to wait longer (0: forever)"
     elif most and tally.resampled > most:
         since = f"{tally.resampled} groups since the last step"

@@ -197,13 +197,13 @@ class StepSelection:
         task_bounds: Mapping[str, int],
     ) -> None:
         """contents: to select from. The others: see BufferSettings."""
-        self._contents, self._wanted = contents, groups_per_step
+        self._contents, self._per_step = contents, groups_per_step
         self._lookahead, self._rank, self._task_bounds = lookahead, rank, task_bounds
         self._overtaken = set[int]()  # running groups that the trainer does not wait for
         # while a draw waits, only a group with at most this number can fill its step; None: check
         self._waits_for: int | None = None
         # for ready groups, for kept groups
-        self._judge, self._judge_again = Eligibility(), Eligibility()
+        self._ready_check, self._kept_check = Eligibility(), Eligibility()
 
     def begin_draw(self) -> None:
         """Check at the next call whether a step can be filled."""
@@ -221,15 +221,15 @@ class StepSelection:
         if self._waits_for is not None and (late or number <= self._waits_for):
             self._waits_for = None
 
-    def note_gone(self, number: int) -> None:
+    def note_dropped(self, number: int) -> None:
         """Note that this group will not be trained on."""
         self._overtaken.discard(number)
         self._waits_for = None
 
     def forget(self) -> None:
         """Check every group again: some have returned to the buffer."""
-        self._judge.forget()
-        self._judge_again.forget()
+        self._ready_check.forget()
+        self._kept_check.forget()
 
     def unfit(
         self, version: int, max_staleness: int, max_staleness_again: int
@@ -244,17 +244,17 @@ class StepSelection:
         """
         contents, bounds = self._contents, self._task_bounds
         return (
-            self._judge.unfit(contents.ready, version, max_staleness, bounds),
-            self._judge_again.unfit(contents.kept, version, max_staleness_again, bounds),
+            self._ready_check.unfit(contents.ready, version, max_staleness, bounds),
+            self._kept_check.unfit(contents.kept, version, max_staleness_again, bounds),
         )
 
     def fills_step(self, version: int) -> bool:
         """Return whether a step can be filled."""
         ready, kept = self._contents.ready, self._contents.kept
-        if self._waits_for is not None or len(ready) + len(kept) < self._wanted:
+        if self._waits_for is not None or len(ready) + len(kept) < self._per_step:
             return False
         fresh = self._fresh(version)
-        if len(fresh) + len(kept) >= self._wanted:
+        if len(fresh) + len(kept) >= self._per_step:
             return True
         self._waits_for = waited_for(self._waiting(), frozenset(fresh), self._lookahead)
         return False
@@ -262,14 +262,14 @@ class StepSelection:
     def of_step(self, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the numbers of the fresh groups to take, and of the kept groups to reuse."""
         fresh = self._fresh(version)
-        missing = self._wanted - len(fresh)
+        missing = self._per_step - len(fresh)
         return fresh, select_again(self._contents.kept, missing, rank=self._rank, version=version)
 
     def _fresh(self, version: int) -> tuple[int, ...]:
         """Return the numbers of the fresh groups to take."""
         ready, rank = self._contents.ready, self._rank
         return select(
-            self._waiting(), ready, self._wanted, self._lookahead, rank=rank, version=version
+            self._waiting(), ready, self._per_step, self._lookahead, rank=rank, version=version
         )
 
     def _waiting(self) -> list[int]:

@@ -300,7 +300,7 @@ def _fits(what: str, needed: float, there: float, smaller: str) -> Finding:
 
 def _checkpoints(config: Config, spec: ModelSpec) -> Finding:
     dtype = jnp.dtype(config.model.param_dtype)
-    learnt = num_in(trained_table(spec, lora_of(spec, config.model.lora)))
-    one = learnt * (dtype.itemsize + optimizer_bytes(config.trainer, dtype))
+    trained = num_in(trained_table(spec, lora_of(spec, config.model.lora)))
+    one = trained * (dtype.itemsize + optimizer_bytes(config.trainer, dtype))
     kept = config.checkpoint.keep + 1
     return disk_finding(Path(config.run.dir), kept * one, f"for {kept} checkpoints of {gib(one)}")

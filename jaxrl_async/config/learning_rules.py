@@ -140,7 +140,7 @@ def tokens_have_different_advantages(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
+def dynamic_sampling_selects_by_what_is_trained(config: Config) -> Iterator[str]:
     """Require rewards in the loss if dynamic sampling selects groups by them."""
     dynamic = config.algorithm.dynamic_sampling
     if dynamic and not config.weighs_rewards:
@@ -151,7 +151,7 @@ def dynamic_sampling_selects_by_what_is_learnt(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def worked_answers_are_learnt_at_temperature_1(config: Config) -> Iterator[str]:
+def worked_answers_are_trained_on_at_temperature_1(config: Config) -> Iterator[str]:
     """Require temperature 1 with a supervised term in the loss."""
     temperature = config.sampler.temperature
     if config.algorithm.mixes and temperature != 1.0:

@@ -1,13 +1,13 @@
 """Several adapters for one base, as one wide adapter in which each row uses its own columns.
 
-    place      1      2            P
+    slot       1      2            P
     A    [ A_1 | A_2 | ... | A_P ]        [in, P * rank]
     B    [ B_1 ; B_2 ; ... ; B_P ]        [P * rank, out]
 
-    x W + (x A, 0 outside the columns of the row's place) B
+    x W + (x A, 0 outside the columns of the row's slot) B
 
-A row of place 0 uses no adapter, only the base. A place is a fixed range of columns; an adapter is
-loaded by writing to it, padded with 0 to the place's rank. The product with all adapters reads each
+A row of slot 0 uses no adapter, only the base. A slot is a fixed range of columns; an adapter is
+loaded by writing to it, padded with 0 to the slot's rank. The product with all adapters reads each
 weight once for any mix of rows. benchmarks/adapters.py compares the alternatives: copying each
 row's matrices, and sorting rows by adapter.
 """
@@ -27,10 +27,10 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.model.lora import Lora, adapter_table, lora_of
 from jaxrl_async.model.spec import LORA_A, LORA_B, LORA_OWN, ModelSpec, Params, weight_table
 
-MOST_PLACES = 1024
+MAX_SLOTS = 1024
 """Maximum number of adapters: with more, their products cost more than the model's."""
-MOST_RANK = 65_536
-"""Maximum rank of a place."""
+MAX_RANK = 65_536
+"""Maximum rank of a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,8 @@ class AdapterRoom:
 
     def __post_init__(self) -> None:
         for name, value, most in (
-            ("places", self.places, MOST_PLACES),
-            ("rank", self.rank, MOST_RANK),
+            ("places", self.places, MAX_SLOTS),
+            ("rank", self.rank, MAX_RANK),
         ):
             if type(value) is not int or not 1 <= value <= most:
                 raise ConfigError(
@@ -60,7 +60,7 @@ class AdapterRoom:
 
 
 def stack_of(spec: ModelSpec, room: AdapterRoom) -> Lora:
-    """Return the wide adapter that holds all places. Raises ConfigError for a target that matches
+    """Return the wide adapter that holds all slots. Raises ConfigError for a target that matches
     nothing."""
     lora = lora_of(spec, LoraSection(rank=room.rank, targets=room.targets))
     assert lora is not None
@@ -68,12 +68,12 @@ def stack_of(spec: ModelSpec, room: AdapterRoom) -> Lora:
 
 
 def stack_table(spec: ModelSpec, room: AdapterRoom) -> dict[str, Any]:
-    """Return the table of all places' weights."""
+    """Return the table of all slots' weights."""
     return adapter_table(spec, stack_of(spec, room))
 
 
 def empty_stack(spec: ModelSpec, room: AdapterRoom, dtype: DTypeLike) -> list[Params]:
-    """Return the empty places of each layer."""
+    """Return the empty slots of each layer."""
     table = stack_table(spec, room)
     shapes = {
         number: {name: weight.shape[1:] for name, weight in table.get(stack, {}).items()}
@@ -86,7 +86,7 @@ def empty_stack(spec: ModelSpec, room: AdapterRoom, dtype: DTypeLike) -> list[Pa
 def fitted_adapter(
     spec: ModelSpec, room: AdapterRoom, name: str, lora: Lora, adapter: Params
 ) -> Params:
-    """Convert an adapter for a place, float32 on the host: B is scaled, and matrices without an
+    """Convert an adapter for a slot, float32 on the host: B is scaled, and matrices without an
     adapter and unused ranks are 0.
 
     Args:
@@ -110,16 +110,16 @@ def fitted_adapter(
             f"adapter {name!r} changes {', '.join(outside)}, but only changes of "
             f"{', '.join(whole.names)} are supported (AdapterRoom.targets)."
         )
-    given = adapter_table(spec, lora)
-    if adapter.keys() != given.keys() or any(adapter[n].keys() != given[n].keys() for n in given):
+    table = adapter_table(spec, lora)
+    if adapter.keys() != table.keys() or any(adapter[n].keys() != table[n].keys() for n in table):
         raise ConfigError(f"adapter {name!r} is not a tree of lora.adapter_table: its keys differ.")
     fitted = empty_adapter(spec, room)
-    for stack, part in ((name, part) for name in given for part in given[name]):
+    for stack, part in ((name, part) for name in table for part in table[name]):
         array = np.asarray(jax.device_get(adapter[stack][part]), np.float32)
-        if array.shape != given[stack][part].shape:
+        if array.shape != table[stack][part].shape:
             raise ConfigError(
                 f"adapter {name!r}: {part} has shape {array.shape}, but this base needs "
-                f"{given[stack][part].shape}. It belongs to another model."
+                f"{table[stack][part].shape}. It belongs to another model."
             )
         if part.endswith(LORA_B):
             with np.errstate(all="ignore"):
@@ -135,7 +135,7 @@ def fitted_adapter(
 
 
 def empty_adapter(spec: ModelSpec, room: AdapterRoom) -> Params:
-    """Return an adapter for a place that changes nothing."""
+    """Return an adapter for a slot that changes nothing."""
     names = stack_of(spec, room).names
     table = adapter_table(spec, Lora(names=names, rank=room.rank, scale=1.0))
     return {
@@ -145,9 +145,9 @@ def empty_adapter(spec: ModelSpec, room: AdapterRoom) -> Params:
 
 
 def put_adapter(
-    spec: ModelSpec, room: AdapterRoom, stack: Sequence[Params], adapter: Params, place: Array
+    spec: ModelSpec, room: AdapterRoom, stack: Sequence[Params], adapter: Params, slot: Array
 ) -> list[Params]:
-    """Write an adapter (from fitted_adapter) to a place, counted from 1; return the places."""
+    """Write an adapter (from fitted_adapter) to a slot, counted from 1; return the slots."""
     table = weight_table(spec)
     numbers = {i: (s, n) for s, own in spec.stacks.items() for n, i in enumerate(own)}
 
@@ -157,33 +157,33 @@ def put_adapter(
         name = part.removesuffix(LORA_A).removesuffix(LORA_B)
         is_input = part.endswith(LORA_A)
         axis = into.ndim - 1 if is_input else table[of_stack][name].stacked - 1
-        start = (place - 1) * room.rank
+        start = (slot - 1) * room.rank
         return jax.lax.dynamic_update_slice_in_dim(into, new.astype(into.dtype), start, axis)
 
     return [{n: put(x, n, i) for n, x in layer.items()} for i, layer in enumerate(stack)]
 
 
-def own_columns(room: AdapterRoom, places: Array) -> Array:
-    """Return the columns of A that each row uses: places [n] to [n, P * rank] bool."""
+def own_columns(room: AdapterRoom, slots: Array) -> Array:
+    """Return the columns of A that each row uses: slots [n] to [n, P * rank] bool."""
     columns = jnp.arange(room.places * room.rank) // room.rank
-    return jnp.asarray(places)[:, None] == columns + 1
+    return jnp.asarray(slots)[:, None] == columns + 1
 
 
 def layers_with_stack(
     room: AdapterRoom | None,
     layers: Sequence[Params],
     stack: Sequence[Params],
-    places: Array | None,
+    slots: Array | None,
 ) -> Sequence[Params]:
-    """Add all adapters' weights to the layers' weights, for rows with these places.
+    """Add all adapters' weights to the layers' weights, for rows with these slots.
 
     Args:
         room: capacity for adapters. None: the layers are returned unchanged.
         layers: weights of the base.
-        stack: weights of all places.
-        places: [n] int32, place of each row, 0 for the base; None: no row has an adapter.
+        stack: weights of all slots.
+        slots: [n] int32, slot of each row, 0 for the base; None: no row has an adapter.
     """
-    if room is None or places is None:
+    if room is None or slots is None:
         return layers
-    own = own_columns(room, places)
-    return [{**layer, **beside, LORA_OWN: own} for layer, beside in zip(layers, stack, strict=True)]
+    own = own_columns(room, slots)
+    return [{**layer, **added, LORA_OWN: own} for layer, added in zip(layers, stack, strict=True)]

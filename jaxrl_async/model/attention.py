@@ -148,8 +148,8 @@ def image_reference(
     image = same_image(begins, begins) & same & (segments > 0)[:, None, :]
     visible = causal_within_segments(segments) | image
     if scoring.window:
-        places = jnp.arange(segments.shape[1])
-        visible &= places > places[:, None] - scoring.window
+        indices = jnp.arange(segments.shape[1])
+        visible &= indices > indices[:, None] - scoring.window
     return attend(q_BTHK, k_BTNK, v_BTNK, visible, scoring, sinks_H)
 
 
@@ -168,7 +168,7 @@ def image_attention(mesh: Mesh | None) -> SequenceAttention:
 
 
 def visible_until(positions_BT: Array, segment_ids_BT: Array) -> Array:
-    """Return [B, T] int32: the place in its row up to which (exclusive) a token is visible.
+    """Return [B, T] int32: the index in its row up to which (exclusive) a token is visible.
 
     A segment whose positions begin at s > 0 continues the first s tokens of the previous context in
     the row (trainer.prefix_plan). A token at position p is therefore visible until a later segment
@@ -179,17 +179,17 @@ def visible_until(positions_BT: Array, segment_ids_BT: Array) -> Array:
         until       8 6 4 4 6 6 8 8
     """
     T = segment_ids_BT.shape[1]
-    places = jnp.arange(T, dtype=jnp.int32)
+    indices = jnp.arange(T, dtype=jnp.int32)
     changes = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
     begins = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
 
     def until_of(token: tuple[Array, Array]) -> Array:
-        place, position_B = token
-        ends = begins & (positions_BT <= position_B[:, None]) & (places > place)
-        return jnp.min(jnp.where(ends, places, T), axis=1)
+        index, position_B = token
+        ends = begins & (positions_BT <= position_B[:, None]) & (indices > index)
+        return jnp.min(jnp.where(ends, indices, T), axis=1)
 
-    until = jax.lax.map(until_of, (places, positions_BT.T), batch_size=min(T, UNTIL_AT_ONCE)).T
-    return jnp.where(segment_ids_BT > 0, until, places + 1)
+    until = jax.lax.map(until_of, (indices, positions_BT.T), batch_size=min(T, UNTIL_AT_ONCE)).T
+    return jnp.where(segment_ids_BT > 0, until, indices + 1)
 
 
 def tree_reference(
@@ -205,9 +205,9 @@ def tree_reference(
     return attend(q_BTHK, k_BTNK, v_BTNK, visible, scoring, sinks_H)
 
 
-def _seen(extent_BT: Array, places: Array, scoring: Scoring) -> Array:
+def _seen(extent_BT: Array, indices: Array, scoring: Scoring) -> Array:
     until, positions = of_extent(extent_BT)
-    return seen_in_tree(until, places, positions, scoring.window)
+    return seen_in_tree(until, indices, positions, scoring.window)
 
 
 def tree_splash(
@@ -221,9 +221,9 @@ def tree_splash(
     most: int = kernels.MAX_SPLASH_BLOCK,
 ) -> Array:
     """Attend like kernels.splash_in_tree, with all queries of the rows."""
-    places = jnp.arange(extent_BT.shape[1])
+    indices = jnp.arange(extent_BT.shape[1])
     return kernels.splash_in_tree(
-        q_BTHK, k_BTNK, v_BTNK, extent_BT, places, scoring, sinks_H, most=most
+        q_BTHK, k_BTNK, v_BTNK, extent_BT, indices, scoring, sinks_H, most=most
     )
 
 
@@ -350,11 +350,11 @@ def _tree_reference_part(
     v: Array,
     _: Array,
     extent: Array,
-    places: Array,
+    indices: Array,
     scoring: Scoring = PLAIN,
     sinks: Array | None = None,
 ) -> Array:
-    return attend(q, k, v, _seen(extent, places[0], scoring), scoring, sinks)
+    return attend(q, k, v, _seen(extent, indices[0], scoring), scoring, sinks)
 
 
 def _tree_splash_part(
@@ -363,13 +363,13 @@ def _tree_splash_part(
     v: Array,
     _: Array,
     extent: Array,
-    places: Array,
+    indices: Array,
     scoring: Scoring,
     sinks: Array | None = None,
     *,
     most: int = kernels.MAX_SPLASH_BLOCK,
 ) -> Array:
-    return kernels.splash_in_tree(q, k, v, extent, places[0], scoring, sinks, most=most)
+    return kernels.splash_in_tree(q, k, v, extent, indices[0], scoring, sinks, most=most)
 
 
 def _tree_flash_part(
@@ -378,11 +378,11 @@ def _tree_flash_part(
     v: Array,
     _: Array,
     extent: Array,
-    places: Array,
+    indices: Array,
     scoring: Scoring = PLAIN,
     sinks: Array | None = None,
 ) -> Array:
-    return gpu_flash.tree_flash_part(q, k, v, extent, places[0], scoring, sinks)
+    return gpu_flash.tree_flash_part(q, k, v, extent, indices[0], scoring, sinks)
 
 
 TREE_PARTS = {

@@ -106,7 +106,7 @@ def write_tokens(
     """Write tokens at offsets [n] of pages [groups, n]; the number P means no page (for padding,
     and for tokens outside a window)."""
     keys, values = list(kv.k), list(kv.v)
-    for layer, (g, a) in layout.places.items():
+    for layer, (g, a) in layout.by_layer.items():
         k, v = new.k[layer], new.v[layer]
         if is_ragged(kv):
             keys[a] = written(keys[a], k, v, pages[g], offsets)
@@ -152,18 +152,18 @@ def gather(
     The groups' tables may differ in length: for layers with a window, only its pages are needed.
     """
     R = tables[0].shape[0]
-    places = layout.places
+    by_layer = layout.by_layer
 
     def sides(layer: int) -> tuple[Array, Array]:
-        if layer not in places:
+        if layer not in by_layer:
             none = jnp.zeros((R, 0, head_dim, extra), kv.k[0].dtype)
             return none, jnp.swapaxes(none, 2, 3)
-        g, a = places[layer]
+        g, a = by_layer[layer]
         if is_ragged(kv):
             return pairs_of(kv.k[a], tables[g], head_dim, extra)
         return _keys_of(kv.k[a], tables[g], extra), _values_of(kv.v[a], tables[g], extra)
 
-    both = [sides(layer) for layer in range(max(places, default=-1) + 1)]
+    both = [sides(layer) for layer in range(max(by_layer, default=-1) + 1)]
     return CachedContext(tuple(k for k, _ in both), tuple(v for _, v in both))
 
 
@@ -300,8 +300,8 @@ def attend_chunk(
         return jnp.einsum("bngts,bsnk->btngk", weights, v).reshape(B, T, H, K)
     # Queries with leading heads, like the context: otherwise XLA on CPU cannot multiply several
     # rows in bfloat16
-    turned = jnp.transpose(grouped, (0, 2, 3, 1, 4))
-    before = jnp.einsum("bngtk,bnkc->bngtc", turned, context[0], preferred_element_type=jnp.float32)
+    heads = jnp.transpose(grouped, (0, 2, 3, 1, 4))
+    before = jnp.einsum("bngtk,bnkc->bngtc", heads, context[0], preferred_element_type=jnp.float32)
     before = jnp.where(seen[:, None, None], capped(before * K**-0.5, cap), MASKED)
     both = jnp.concatenate([before, scores], axis=-1)
     weights = softmax_with_sinks(both, sinks).astype(v.dtype)

@@ -369,37 +369,37 @@ def _scan(
     Returns x and the routing, with one entry per layer of a period: [iterations, ...].
     """
     period = len(run.kinds)
-    places = [kind.stack for kind in run.kinds]
-    stacks = {stack: _of_run(spec, params, run, stack) for stack in dict.fromkeys(places)}
-    forced = None if forced is None else _in_turns(forced, run.first, period, run.times)
+    names = [kind.stack for kind in run.kinds]
+    stacks = {stack: _of_run(spec, params, run, stack) for stack in dict.fromkeys(names)}
+    forced = None if forced is None else _by_iteration(forced, run.first, period, run.times)
 
-    def one_turn(x: Array, given: Any) -> tuple[Array, Routed]:
-        weights, forced = given
+    def iteration(x: Array, inputs: Any) -> tuple[Array, Routed]:
+        weights, forced = inputs
         routed = Routed([], [])
         for i, kind in enumerate(run.kinds):
-            nth = places[:i].count(kind.stack)
-            one = _nth(weights[kind.stack], nth, places.count(kind.stack))
+            nth = names[:i].count(kind.stack)
+            one = _nth(weights[kind.stack], nth, names.count(kind.stack))
             x, more = steps[kind](x, (one, None if forced is None else _nth(forced, i, period)))
             routed = Routed(routed.changed + more.changed, routed.loads + more.loads)
         return x, routed
 
     unroll = max(1, min(run.times, UNROLL // period)) if _is_small(spec) else 1
-    return jax.lax.scan(one_turn, x, (stacks, forced), length=run.times, unroll=unroll)
+    return jax.lax.scan(iteration, x, (stacks, forced), length=run.times, unroll=unroll)
 
 
 def _of_run(spec: ModelSpec, params: Params, run: LayerRun, stack: str) -> Params:
     """Return a stack's weights of a run, [iterations, ...] or [iterations, layers in each, ...]."""
     before = sum(kind.stack == stack for kind in spec.kinds[: run.first])
-    in_turn = sum(kind.stack == stack for kind in run.kinds)
-    return jax.tree.map(lambda w: _in_turns(w, before, in_turn, run.times), params[stack])
+    count = sum(kind.stack == stack for kind in run.kinds)
+    return jax.tree.map(lambda w: _by_iteration(w, before, count, run.times), params[stack])
 
 
-def _in_turns(w: Array, first: int, in_turn: int, times: int) -> Array:
-    """Return entries from `first` on as [times, in_turn, ...]; without the second dimension if
-    in_turn is 1."""
-    if in_turn * times < w.shape[0]:
-        w = w[first : first + in_turn * times]
-    return w if in_turn == 1 else w.reshape(times, in_turn, *w.shape[1:])
+def _by_iteration(w: Array, first: int, count: int, times: int) -> Array:
+    """Return entries from `first` on as [times, count, ...]; without the second dimension if
+    count is 1."""
+    if count * times < w.shape[0]:
+        w = w[first : first + count * times]
+    return w if count == 1 else w.reshape(times, count, *w.shape[1:])
 
 
 def _nth(weights: Params, nth: int, of: int) -> Any:
@@ -417,7 +417,7 @@ def _is_small(spec: ModelSpec) -> bool:
 def split_layers(spec: ModelSpec, params: Params) -> list[Any]:
     """Return each layer's weights separately; done once, before a loop of steps. An adapter may
     lack some stacks."""
-    return [jax.tree.map(lambda w, n=n: w[n], params.get(stack, {})) for stack, n in spec.places]
+    return [jax.tree.map(lambda w, n=n: w[n], params.get(stack, {})) for stack, n in spec.in_stacks]
 
 
 def packed_head(spec: ModelSpec, params: Params, *, halved: bool = False) -> Params:

@@ -129,8 +129,8 @@ def continued_convolution(
     wide = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
     taps = kernel.shape[-1]
     out = sum((wide[:, i : i + T] * kernel[..., i] for i in range(taps)), jnp.float32(0))
-    places = lengths[:, None] + jnp.arange(taps - 1)
-    index = places.reshape(places.shape + (1,) * (x.ndim - 2))
+    positions = lengths[:, None] + jnp.arange(taps - 1)
+    index = positions.reshape(positions.shape + (1,) * (x.ndim - 2))
     return jax.nn.silu(out).astype(x.dtype), jnp.take_along_axis(wide, index, axis=1)
 
 

@@ -32,7 +32,7 @@ class GatedLayer(Layer):
         wide = 2 * self.spec.head_dim
         q, gate = jnp.split(split_heads(self._times(y, "q"), wide), 2, axis=-1)
         k, v = (split_heads(self._times(y, n), self.spec.head_dim) for n in ("k", "v"))
-        summed = mix(*self._turned_heads(q, k, v, angles))
+        summed = mix(*self._rotated_heads(q, k, v, angles))
         return summed * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -113,7 +113,7 @@ def empty_states(spec: ModelSpec, count: int) -> tuple[DeltaState, ...]:
     return (one,) * sum(kind.is_linear for kind in spec.kinds)
 
 
-def go_on(
+def advanced(
     state: DeltaState, inputs: DeltaInputs, kernels: Sequence[Array], lengths: Array
 ) -> tuple[Array, DeltaState]:
     """Run the convolution and the gated delta rule of a layer over the next tokens of B sequences.
@@ -128,13 +128,13 @@ def go_on(
     """
     befores = (state.q, state.k, state.v)
     parts = zip(inputs[:3], kernels, befores, strict=True)
-    turned = [continued_convolution(x, kernel, old, lengths) for x, kernel, old in parts]
-    (q, new_q), (k, new_k), (v, new_v) = turned
-    given = inputs._replace(q=q, k=k, v=v)
+    convolved = [continued_convolution(x, kernel, old, lengths) for x, kernel, old in parts]
+    (q, new_q), (k, new_k), (v, new_v) = convolved
+    inputs = inputs._replace(q=q, k=k, v=v)
     if v.shape[1] == 1:
-        read, matrix = delta_step(given, state.matrix)
+        read, matrix = delta_step(inputs, state.matrix)
     else:
-        read, matrix = continued_delta_rule(given, state.matrix, lengths)
+        read, matrix = continued_delta_rule(inputs, state.matrix, lengths)
     return read, DeltaState(new_q, new_k, new_v, matrix)
 
 

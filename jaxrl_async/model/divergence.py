@@ -23,7 +23,7 @@ from jaxrl_async.model.decoder import (
     token_states,
 )
 from jaxrl_async.model.families.parts import UNSCALED, Scales
-from jaxrl_async.model.logprobs import after, logits_of, over_chunks, placed
+from jaxrl_async.model.logprobs import after, at_targets, logits_of, over_chunks
 from jaxrl_async.model.spec import ModelSpec, Params
 
 Kind = Literal["forward", "reverse", "js"]
@@ -135,9 +135,9 @@ def chunked_divergence(
     def one_chunk(x: Array, other: Array, target: Array) -> TokenDivergence:
         logprobs = log_softmax_of(x, head, temperature, scales)
         others = log_softmax_of(other, other_head, temperature, other_scales)
-        drawn = jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0]
-        apart = measure(_among(logprobs, common), _among(others, common))
-        return TokenDivergence(drawn, entropy_of(logprobs), apart)
+        sampled = jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0]
+        distance = measure(_among(logprobs, common), _among(others, common))
+        return TokenDivergence(sampled, entropy_of(logprobs), distance)
 
     inputs = (hidden, jax.lax.stop_gradient(other_hidden), targets)
     return over_chunks(one_chunk, inputs, chunk=settings.chunk, layout=settings.layout)
@@ -182,7 +182,7 @@ def chunked_over_vocab(
         spec.scales,
         other.spec.scales,
     )
-    in_rows = [placed(values, tokens.segment_ids, layout) for values in measured[:3]]
+    in_rows = [at_targets(values, tokens.segment_ids, layout) for values in measured[:3]]
     return TokenDivergence(in_rows[0], in_rows[1], in_rows[2], changed, load)
 
 
@@ -210,7 +210,7 @@ def top_logprobs(
 
     hidden = token_states(spec, params, tokens, settings).hidden
     ids, logprobs = over_chunks(one_chunk, (hidden,), chunk=settings.chunk, layout=layout)
-    return placed(ids, segment_ids, layout), placed(logprobs, segment_ids, layout)
+    return at_targets(ids, segment_ids, layout), at_targets(logprobs, segment_ids, layout)
 
 
 def logprobs_at(
@@ -234,7 +234,7 @@ def logprobs_at(
     hidden = token_states(spec, params, tokens, settings).hidden
     inputs = (hidden, after(chosen, layout))
     logprobs = over_chunks(one_chunk, inputs, chunk=settings.chunk, layout=layout)
-    return placed(logprobs, tokens.segment_ids, layout)
+    return at_targets(logprobs, tokens.segment_ids, layout)
 
 
 # ---- chosen tokens and the rest
@@ -246,8 +246,8 @@ def lumped(logprobs: Array, ids: Array) -> Array:
     known = ids >= 0
     chosen = jnp.take_along_axis(logprobs, jnp.where(known, ids, 0), axis=-1)
     rows = jnp.arange(ids.shape[0])[:, None]
-    places = rows, jnp.where(known, ids, logprobs.shape[-1])
-    rest = _floored(logprobs).at[places].set(MIN_LOGPROB, mode="drop")
+    cells = rows, jnp.where(known, ids, logprobs.shape[-1])
+    rest = _floored(logprobs).at[cells].set(MIN_LOGPROB, mode="drop")
     return jnp.concatenate(
         [jnp.where(known, chosen, MIN_LOGPROB), logsumexp(rest, axis=-1, keepdims=True)], axis=-1
     )

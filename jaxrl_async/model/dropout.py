@@ -53,7 +53,7 @@ def dropped(x: Array, drop: Array, name: str) -> Array:
     return jnp.where(keep, grown, jnp.zeros_like(x))
 
 
-def apart(drop: Array, axes: Sequence[str]) -> Array:
+def per_device(drop: Array, axes: Sequence[str]) -> Array:
     """Return `drop` for this device's tokens, inside shard_map: devices along these axes of the
     mesh drop different inputs."""
     key = jax.random.wrap_key_data(drop[:2])

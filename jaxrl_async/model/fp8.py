@@ -58,10 +58,10 @@ class Fp8Tensor:
         return self.get_tensor(name)
 
 
-def fp8_names(there: Mapping[str, Stored]) -> list[str]:
+def fp8_names(tensors: Mapping[str, Stored]) -> list[str]:
     """Return the names of the weights in FP8 with scales per block."""
-    found: Iterable[str] = (n for n, stored in there.items() if stored.dtype == FP8)
-    return sorted(name for name in found if name + SCALE_OF in there)
+    names: Iterable[str] = (n for n, stored in tensors.items() if stored.dtype == FP8)
+    return sorted(name for name in names if name + SCALE_OF in tensors)
 
 
 def number_of(name: str, stored: Stored, scales: Stored, block: tuple[int, int]) -> Stored:
@@ -80,8 +80,8 @@ def number_of(name: str, stored: Stored, scales: Stored, block: tuple[int, int])
 
 def block_of(config: Mapping[str, object], where: str) -> tuple[int, int]:
     """Return the rows and columns of a block from a config.json. Raises CheckpointError."""
-    said = config.get("quantization_config")
-    block = said.get("weight_block_size") if isinstance(said, dict) else None
+    section = config.get("quantization_config")
+    block = section.get("weight_block_size") if isinstance(section, dict) else None
     if block is None:
         return USUAL_BLOCK
     if not isinstance(block, list) or [type(x) for x in block] != [int, int] or min(block) < 1:

@@ -379,7 +379,7 @@ class MergedMatrix:
     ) -> None:
         """layers: the weights of base and adapter together; dtype: type of the results; lora:
         None: no adapter."""
-        one, own = _of_one(weight, named(weight)), (name, *_beside(name, layers))
+        one, own = _of_one(weight, named(weight)), (name, *_part_names(name, layers))
         self._layers = {part: layers[part] for part in own}
         self.dtype = jnp.dtype(dtype)
 
@@ -397,7 +397,7 @@ class MergedMatrix:
         return made
 
 
-def _beside(name: str, layers: Params) -> list[str]:
+def _part_names(name: str, layers: Params) -> list[str]:
     """Return the names of a matrix's scales and adapter among weights of layers."""
     ends = (scales_among(layers), LORA_A, LORA_B)
     return [name + end for end in ends if end and name + end in layers]

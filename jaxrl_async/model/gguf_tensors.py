@@ -66,16 +66,16 @@ def open_gguf(path: Path, wanted: Mapping[str, Any]) -> dict[str, GgufPart]:
     orders = _orders(file)
     found, used = {}, set(EXTRA_TENSORS)
     for name, shape in wanted.items():
-        theirs, expert = _place(file, name)
-        if theirs in file.tensors:
-            assert theirs is not None
-            used.add(theirs)
-            found[name] = _part(file, theirs, expert, orders.get(theirs), shape)
+        stored, expert = _location(file, name)
+        if stored in file.tensors:
+            assert stored is not None
+            used.add(stored)
+            found[name] = _part(file, stored, expert, orders.get(stored), shape)
     rest = {name: _part(file, name, None, None, None) for name in file.tensors.keys() - used}
     return found | rest
 
 
-def _place(file: GgufFile, name: str) -> tuple[str | None, int | None]:
+def _location(file: GgufFile, name: str) -> tuple[str | None, int | None]:
     """Return llama.cpp's name of a tensor, and the index of the expert in it, if any."""
     layers = file.whole("block_count")
     match = ONE_EXPERT.fullmatch(name)
@@ -89,17 +89,17 @@ def _place(file: GgufFile, name: str) -> tuple[str | None, int | None]:
 
 def _part(
     file: GgufFile,
-    theirs: str,
+    stored: str,
     expert: int | None,
     order: np.ndarray | None,
-    wanted: tuple[int, ...] | None,
+    expected: tuple[int, ...] | None,
 ) -> GgufPart:
-    """Return a tensor, or one expert of it; wanted: its shape in Hugging Face files, if known."""
-    tensor = file.tensors[theirs]
+    """Return a tensor, or one expert of it; expected: its shape in Hugging Face files, if known."""
+    tensor = file.tensors[stored]
     shape = tensor.shape if expert is None else tensor.shape[1:]
-    if wanted == (1, *shape):  # llama.cpp drops the dimension
-        shape = wanted
-    offset = -1.0 if architecture_of(file).offset_norms and theirs.endswith("norm.weight") else 0.0
+    if expected == (1, *shape):  # llama.cpp drops the dimension
+        shape = expected
+    offset = -1.0 if architecture_of(file).offset_norms and stored.endswith("norm.weight") else 0.0
     return GgufPart(tensor=tensor, shape=shape, expert=expert, order=order, offset=offset)
 
 

@@ -42,8 +42,8 @@ MANY_WARPS = 8192
 class Mask(NamedTuple):
     """The attention mask as vectors, without an array [t, T]."""
 
-    places: Array  # [t] int32, places of the queries in their rows, ascending
-    until: Array  # [B, T] int32: first place in the row that no longer sees the key
+    indices: Array  # [t] int32, indices of the queries in their rows, ascending
+    until: Array  # [B, T] int32: first index in the row that no longer sees the key
     own: Array | None  # [B, t] int32, positions of the queries; None: no window
     at: Array | None  # [B, T] int32, positions of the keys
 
@@ -54,7 +54,7 @@ class How:
 
     scale: float
     scoring: Scoring
-    contiguous: bool  # whether windows of positions and of places are the same
+    contiguous: bool  # whether windows of positions and of indices are the same
     block: int
 
 
@@ -62,11 +62,11 @@ def segment_ends(segment_ids_BT: Array) -> Array:
     """Return [B, T] int32: the end of a token's segment, up to which later tokens see it. Segments
     are contiguous. A padding token (0) is visible only to itself."""
     T = segment_ids_BT.shape[1]
-    places = jnp.arange(T, dtype=jnp.int32)
+    indices = jnp.arange(T, dtype=jnp.int32)
     changes = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
-    begins = jnp.where(jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True), places + 1, T)
+    begins = jnp.where(jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True), indices + 1, T)
     ends = jax.lax.cummin(begins, axis=1, reverse=True)
-    return jnp.where(segment_ids_BT > 0, ends, places + 1)
+    return jnp.where(segment_ids_BT > 0, ends, indices + 1)
 
 
 def flash(
@@ -79,8 +79,8 @@ def flash(
 ) -> Array:
     """Attend causally within contiguous segments, like attention.reference: [B, T, H, K] of q's
     type. Any type, head width and length; scores and sums are in float32."""
-    places = jnp.arange(q_BTHK.shape[1], dtype=jnp.int32)
-    return flash_part(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, places, scoring, sinks_H)
+    indices = jnp.arange(q_BTHK.shape[1], dtype=jnp.int32)
+    return flash_part(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, indices, scoring, sinks_H)
 
 
 def flash_part(
@@ -88,13 +88,13 @@ def flash_part(
     k_BTNK: Array,
     v_BTNK: Array,
     kv_segments: Array,
-    places_t: Array,
+    indices_t: Array,
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Attend like `flash`, for the queries at these places of their rows."""
+    """Attend like `flash`, for the queries at these indices of their rows."""
     return _attended(
-        q_BtHK, k_BTNK, v_BTNK, segment_ends(kv_segments), None, places_t, scoring, sinks_H
+        q_BtHK, k_BTNK, v_BTNK, segment_ends(kv_segments), None, indices_t, scoring, sinks_H
     )
 
 
@@ -111,8 +111,8 @@ def tree_flash(
     extent: attention.visible_until of the keys [B, T]; for a window, visible_until and the
         positions, [B, T, 2].
     """
-    places = jnp.arange(q_BTHK.shape[1], dtype=jnp.int32)
-    return tree_flash_part(q_BTHK, k_BTNK, v_BTNK, extent, places, scoring, sinks_H)
+    indices = jnp.arange(q_BTHK.shape[1], dtype=jnp.int32)
+    return tree_flash_part(q_BTHK, k_BTNK, v_BTNK, extent, indices, scoring, sinks_H)
 
 
 def tree_flash_part(
@@ -120,12 +120,12 @@ def tree_flash_part(
     k_BTNK: Array,
     v_BTNK: Array,
     extent: Array,
-    places_t: Array,
+    indices_t: Array,
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Attend like `tree_flash`, for the queries at these places of their rows."""
-    return _attended(q_BtHK, k_BTNK, v_BTNK, *of_extent(extent), places_t, scoring, sinks_H)
+    """Attend like `tree_flash`, for the queries at these indices of their rows."""
+    return _attended(q_BtHK, k_BTNK, v_BTNK, *of_extent(extent), indices_t, scoring, sinks_H)
 
 
 def flash_with_sums(
@@ -163,8 +163,8 @@ def flash_backward(
 def _of_segments(
     q: Array, k: Array, v: Array, segment_ids: Array, scoring: Scoring
 ) -> tuple[tuple[Array, Array, Array], Mask, How]:
-    places = jnp.arange(q.shape[1], dtype=jnp.int32)
-    return _whole(q, k, v, segment_ends(segment_ids), None, places, scoring)
+    indices = jnp.arange(q.shape[1], dtype=jnp.int32)
+    return _whole(q, k, v, segment_ends(segment_ids), None, indices, scoring)
 
 
 def _attended(
@@ -173,11 +173,11 @@ def _attended(
     v: Array,
     until: Array,
     positions: Array | None,
-    places: Array,
+    indices: Array,
     scoring: Scoring,
     sinks: Array | None,
 ) -> Array:
-    arrays, mask, how = _whole(q, k, v, until, positions, places, scoring)
+    arrays, mask, how = _whole(q, k, v, until, positions, indices, scoring)
     out: Array = _flash(*arrays, None if sinks is None else sinks.astype(jnp.float32), mask, how)
     return out[:, : q.shape[1], :, : q.shape[3]]
 
@@ -188,7 +188,7 @@ def _whole(
     v: Array,
     until: Array,
     positions: Array | None,
-    places: Array,
+    indices: Array,
     scoring: Scoring,
 ) -> tuple[tuple[Array, Array, Array], Mask, How]:
     """Pad lengths and widths of q, k and v to whole blocks."""
@@ -201,11 +201,11 @@ def _whole(
         at = positions
         if at is None:
             at = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), until.shape)
-        own = jnp.take(at, jnp.minimum(places, k.shape[1] - 1), axis=1)
+        own = jnp.take(at, jnp.minimum(indices, k.shape[1] - 1), axis=1)
     keys = (0, -k.shape[1] % block)
     queries = (0, -t % block)
     mask = Mask(
-        jnp.pad(places.astype(jnp.int32), queries, mode="edge"),
+        jnp.pad(indices.astype(jnp.int32), queries, mode="edge"),
         jnp.pad(until.astype(jnp.int32), ((0, 0), keys)),
         own if own is None else jnp.pad(own.astype(jnp.int32), ((0, 0), queries)),
         at if at is None else jnp.pad(at.astype(jnp.int32), ((0, 0), keys)),
@@ -233,7 +233,7 @@ def _ranges(mask: Mask, how: How) -> tuple[Array, Array]:
     """Return for each block of queries the range of visible blocks of keys, [B, t / block, 2]
     int32, and for each block of keys the range of blocks of queries, [B, T / block, 2]."""
     block = how.block
-    queries = mask.places.reshape(-1, block)
+    queries = mask.indices.reshape(-1, block)
     keys = jnp.arange(mask.until.shape[1] // block) * block
     until = mask.until.reshape(len(mask.until), -1, block).max(axis=2)
     earliest, latest = queries[:, 0, None], queries[:, -1, None]
@@ -271,9 +271,9 @@ def _product(a: Array, b: Array) -> Array:
 def _is_seen(
     mask: Mask, queries: slice | pl.Slice, keys: slice | pl.Slice, key: Array, how: How
 ) -> Array:
-    """Return [queries, keys] bool for slices of the row; key [keys]: places of the keys."""
-    place = mask.places[queries][:, None]
-    seen = (key[None, :] <= place) & (place < mask.until[keys][None, :])
+    """Return [queries, keys] bool for slices of the row; key [keys]: indices of the keys."""
+    index = mask.indices[queries][:, None]
+    seen = (key[None, :] <= index) & (index < mask.until[keys][None, :])
     if mask.own is None or mask.at is None:
         return seen
     return seen & (mask.at[keys][None, :] > mask.own[queries][:, None] - how.scoring.window)

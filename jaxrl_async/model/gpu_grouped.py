@@ -53,22 +53,22 @@ def tiles_of(sizes: Array, rows: int, block: int) -> GroupTiles:
 
 
 def grouped_product_on_gpu(
-    rows: Array, matrices: Array, sizes: Array, dtype: DTypeLike, *, turned: bool = False
+    rows: Array, matrices: Array, sizes: Array, dtype: DTypeLike, *, transposed: bool = False
 ) -> Array:
     """Multiply each row by its group's matrix: [n, D] and [E, D, F] to [n, F] of `dtype`; sums are
     in float32. Rows after all groups give 0.
 
-    turned: matrices are [E, F, D].
+    transposed: matrices are [E, F, D].
     """
-    n, F = len(rows), matrices.shape[1 if turned else 2]
+    n, F = len(rows), matrices.shape[1 if transposed else 2]
     rows, matrices = _padded(rows, 1), _padded(_padded(matrices, 1), 2)
-    D, wide = rows.shape[1], matrices.shape[1 if turned else 2]
+    D, wide = rows.shape[1], matrices.shape[1 if transposed else 2]
     block_rows = min(BLOCK_ROWS, max(LEAST, 2 ** (n - 1).bit_length()))
     rows = jnp.pad(rows, ((0, max(0, block_rows - n)), (0, 0)))
     inputs = gcd(D, BLOCK_BYTES // rows.dtype.itemsize)
     outputs = gcd(wide, BLOCK_OUTPUTS)
     tiles = tiles_of(sizes, n, block_rows)
-    kernel = partial(_product_kernel, block=(block_rows, inputs, outputs), turned=turned)
+    kernel = partial(_product_kernel, block=(block_rows, inputs, outputs), transposed=transposed)
     out = pl.pallas_call(
         kernel,
         grid=(wide // outputs, len(tiles.group)),
@@ -93,7 +93,7 @@ def _product_kernel(
     out_ref: Ref,
     *,
     block: tuple[int, int, int],
-    turned: bool,
+    transposed: bool,
 ) -> None:
     size, inputs, outputs = block
     group, first, end = tiles.group[...], tiles.first[...], tiles.end[...]
@@ -105,10 +105,10 @@ def _product_kernel(
         def one(index: Array, total: Array) -> Array:
             part = pl.ds(index * inputs, inputs)
             x = plgpu.load(rows_ref.at[pl.ds(begin, size), part])
-            there = (columns, part) if turned else (part, columns)
+            there = (columns, part) if transposed else (part, columns)
             matrix = matrices_ref[group, *there]
             return total + jnp.dot(
-                x, matrix.T if turned else matrix, preferred_element_type=jnp.float32
+                x, matrix.T if transposed else matrix, preferred_element_type=jnp.float32
             )
 
         empty = jnp.zeros((size, outputs), jnp.float32)

@@ -62,9 +62,9 @@ def offsets_of(segment_ids_BT: Array, most: int = MOST_SEGMENTS) -> Offsets:
     number = jnp.cumsum(begins, axis=1) - 1  # of each token's segment
     there = jnp.where(begins & (number < most), number, most + 1)  # beyond: dropped
     rows = jnp.arange(B)[:, None]
-    places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    indices = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     none = jnp.full((B, most + 1), -1, jnp.int32)
-    starts = none.at[rows, there].set(places, mode="drop")
+    starts = none.at[rows, there].set(indices, mode="drop")
     ends = jnp.where(starts[:, 1:] >= 0, starts[:, 1:], T)
     lengths = jnp.where(starts[:, :-1] >= 0, ends - starts[:, :-1], -1)
     return Offsets(lengths, starts)

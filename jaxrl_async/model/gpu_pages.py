@@ -164,7 +164,7 @@ def attend_pages(
     """
     run = partial(_on_a_device, scoring=scoring, interpret=interpret)
     optional = {"sinks": sinks_H, "new": new_tCW}
-    given = {name: x for name, x in optional.items() if x is not None}
+    inputs = {name: x for name, x in optional.items() if x is not None}
     if mesh is not None and mesh.size > 1:
         of_q, of_kv = _divided(q_tHK.shape[1], kv_pages.shape[2] // 2, mesh.shape["tensor"])
         rows, whole = PartitionSpec(None, of_q), PartitionSpec()
@@ -173,11 +173,11 @@ def attend_pages(
         run = jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(rows, pages, *(whole,) * 4, {name: others[name] for name in given}),
+            in_specs=(rows, pages, *(whole,) * 4, {name: others[name] for name in inputs}),
             out_specs=rows,
             check_vma=False,  # a pallas_call does not declare over which axes its result varies
         )
-    return run(q_tHK, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, given)
+    return run(q_tHK, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, inputs)
 
 
 def _divided(heads: int, pairs: int, ways: int) -> tuple[str | None, str | None]:
@@ -198,7 +198,7 @@ def _on_a_device(
     page_indices: Array,
     cu_q_lens: Array,
     num_seqs: Array,
-    given: dict[str, Array],
+    inputs: dict[str, Array],
     *,
     scoring: Scoring,
     interpret: bool,
@@ -217,14 +217,14 @@ def _on_a_device(
     if split:
         outs += [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
     run = pl.pallas_call(
-        partial(_kernel, names=tuple(given), tile=tile, group=H // N, scoring=scoring, width=K),
+        partial(_kernel, names=tuple(inputs), tile=tile, group=H // N, scoring=scoring, width=K),
         grid=(N * head_blocks, len(plan.first), tile.splits),
         out_shape=outs,
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=2),
         interpret=interpret,
         name="attend_pages",
     )
-    found = run(jnp.stack(plan, axis=1), page_indices, q_tHK, kv_pages, *given.values())
+    found = run(jnp.stack(plan, axis=1), page_indices, q_tHK, kv_pages, *inputs.values())
     out = _together(*found).astype(q_tHK.dtype) if split else found[0]
     real = jnp.arange(t) < cu_q_lens[num_seqs[0]]
     return jnp.where(real[:, None, None], out, 0)
@@ -262,7 +262,7 @@ def _kernel(
     scoring: Scoring,
     width: int,
 ) -> None:
-    given, (out_ref, *partial_refs) = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    inputs, (out_ref, *partial_refs) = dict(zip(names, refs, strict=False)), refs[len(names) :]
     head_blocks = -(-group // tile.heads)
     kv_head, head_block = pl.program_id(0) // head_blocks, pl.program_id(0) % head_blocks
     block, split = pl.program_id(1), pl.program_id(2)
@@ -295,7 +295,7 @@ def _kernel(
     key_row, value_row = (2 * kv_head, 2 * kv_head + 1) if sides > 1 else (0, 0)
 
     def step(
-        sums: _Sums, places: Array, seen: Array, ref: Ref, index: Callable[[Any], Cells]
+        sums: _Sums, positions: Array, seen: Array, ref: Ref, index: Callable[[Any], Cells]
     ) -> _Sums:
         """Attend to the keys at these positions of the sequence."""
         keys = [load(ref, index(key_row), seen, part) for part in parts]
@@ -303,9 +303,9 @@ def _kernel(
         scores = scores * width**-0.5
         if scoring.cap:
             scores = scoring.cap * jnp.tanh(scores / scoring.cap)
-        visible = seen[None] & (places[None] <= at[:, None])
+        visible = seen[None] & (positions[None] <= at[:, None])
         if scoring.window:
-            visible &= places[None] > at[:, None] - scoring.window
+            visible &= positions[None] > at[:, None] - scoring.window
         scores = jnp.where(visible, scores, UNSEEN)
         largest = jnp.maximum(sums.largest, jnp.max(scores, axis=1))
         odds = jnp.where(visible, jnp.exp(scores - largest[:, None]), 0)
@@ -329,36 +329,36 @@ def _kernel(
         each = (blocks + tile.splits - 1) // tile.splits
 
         def body(i: Array, sums: _Sums) -> _Sums:
-            places = low + i * tile.keys + jnp.arange(tile.keys)
-            seen = places < end
-            places = jnp.where(seen, places, low)
-            return step(sums, places, seen, ref, partial(index, places))
+            positions = low + i * tile.keys + jnp.arange(tile.keys)
+            seen = positions < end
+            positions = jnp.where(seen, positions, low)
+            return step(sums, positions, seen, ref, partial(index, positions))
 
         return jax.lax.fori_loop(split * each, jnp.minimum((split + 1) * each, blocks), body, sums)
 
     page_tokens = pages_ref.shape[1]
 
-    def in_pages(places: Array, cell: Any) -> Cells:
-        return tables_ref[sequence, places // page_tokens], places % page_tokens, cell
+    def in_pages(positions: Array, cell: Any) -> Cells:
+        return tables_ref[sequence, positions // page_tokens], positions % page_tokens, cell
 
     low = jnp.int32(0)
     if scoring.window:
         low = jnp.maximum(position + 1 - scoring.window, 0)
     none = jnp.full(tile.rows, UNSEEN, jnp.float32), jnp.zeros(tile.rows, jnp.float32)
-    if "sinks" in given:  # only in the first split
-        sinks = plgpu.load(given["sinks"].at[head], mask=used, other=0).astype(jnp.float32)
+    if "sinks" in inputs:  # only in the first split
+        sinks = plgpu.load(inputs["sinks"].at[head], mask=used, other=0).astype(jnp.float32)
         is_first = used & (split == 0)
         none = jnp.where(is_first, sinks, UNSEEN), jnp.where(is_first, 1.0, 0.0)
     empty = tuple(jnp.zeros((tile.rows, p.stop - p.start), jnp.float32) for p in parts)
     sums = _Sums(*none, empty)
-    if "new" in given:
+    if "new" in inputs:
         sums = over(low, jnp.minimum(begin, end), sums, pages_ref, in_pages)
         behind = first - position  # index of position 0, if all tokens were among the queries
 
-        def among_new(places: Array, cell: Any) -> Cells:
-            return behind + places, cell
+        def among_new(positions: Array, cell: Any) -> Cells:
+            return behind + positions, cell
 
-        sums = over(jnp.maximum(low, begin), end, sums, given["new"], among_new)
+        sums = over(jnp.maximum(low, begin), end, sums, inputs["new"], among_new)
     else:
         sums = over(low, end, sums, pages_ref, in_pages)
 

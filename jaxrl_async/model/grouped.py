@@ -48,15 +48,17 @@ def grouped_product(rows: Array, matrices: Array, sizes: Array, dtype: DTypeLike
         matrices,
         sizes,
         cuda=partial(grouped_product_on_gpu, dtype=dtype),
-        default=partial(_by_xla, dtype=dtype, turned=False),
+        default=partial(_by_xla, dtype=dtype, transposed=False),
     )
     return out
 
 
-def _by_xla(rows: Array, matrices: Array, sizes: Array, *, dtype: DTypeLike, turned: bool) -> Array:
-    """Multiply each row by its group's matrix; turned: matrices are [E, F, D]."""
+def _by_xla(
+    rows: Array, matrices: Array, sizes: Array, *, dtype: DTypeLike, transposed: bool
+) -> Array:
+    """Multiply each row by its group's matrix; transposed: matrices are [E, F, D]."""
     numbers = RaggedDotDimensionNumbers(
-        dot_dimension_numbers=TO_ROWS if turned else FORWARD,
+        dot_dimension_numbers=TO_ROWS if transposed else FORWARD,
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
@@ -81,7 +83,7 @@ def _backward(
         matrices,
         sizes,
         tpu=rows_gradient_on_tpu,
-        cuda=partial(grouped_product_on_gpu, dtype=rows.dtype, turned=True),
+        cuda=partial(grouped_product_on_gpu, dtype=rows.dtype, transposed=True),
         default=_rows_gradient,
     )
     to_matrices = jax.lax.platform_dependent(
@@ -99,7 +101,7 @@ grouped_product.defvjp(_forward, _backward)
 
 
 def _rows_gradient(cotangent: Array, matrices: Array, sizes: Array) -> Array:
-    return _by_xla(cotangent, matrices, sizes, dtype=cotangent.dtype, turned=True)
+    return _by_xla(cotangent, matrices, sizes, dtype=cotangent.dtype, transposed=True)
 
 
 def rows_gradient_on_tpu(
@@ -160,6 +162,6 @@ def matrices_gradient_on_tpu(
         min(rows.shape[1], TILE_INPUTS),
         min(cotangent.shape[1], TILE_OUTPUTS),
     )
-    turned = jnp.swapaxes(rows, 0, 1)
-    out: Array = tgmm(turned, cotangent, sizes, rows.dtype, tiles, interpret=interpret)
+    transposed = jnp.swapaxes(rows, 0, 1)
+    out: Array = tgmm(transposed, cotangent, sizes, rows.dtype, tiles, interpret=interpret)
     return out

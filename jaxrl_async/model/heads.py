@@ -31,7 +31,7 @@ from jaxrl_async.model.families.family_registry import FAMILIES
 from jaxrl_async.model.hf import load_params, load_spec, load_weights, save_weights
 from jaxrl_async.model.hf_config import hf_config_of
 from jaxrl_async.model.layers import initial
-from jaxrl_async.model.logprobs import placed
+from jaxrl_async.model.logprobs import at_targets
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 
 Head = Literal["value", "reward"]
@@ -103,7 +103,7 @@ def token_values(
     """
     scores = token_scores(spec, params, tokens, settings)
     after = jnp.where(last_tokens(tokens.segment_ids), scores, 0.0)
-    return placed(scores.reshape(-1), tokens.segment_ids), after
+    return at_targets(scores.reshape(-1), tokens.segment_ids), after
 
 
 def sequence_scores(

@@ -115,10 +115,10 @@ def stored_types(folder: Path, table: object) -> dict[str, str]:
     if gguf_of(folder) is not None:
         return {}
     with ExitStack() as files:
-        wanted = _wanted(table)
-        tensors = open_tensors(folder, files, wanted)
-        there = {name: tensors[name].stored.dtype for name in wanted if name in tensors}
-        return {name: NARROW[dtype] for name, dtype in there.items() if dtype in NARROW}
+        shapes = _shapes(table)
+        tensors = open_tensors(folder, files, shapes)
+        types = {name: tensors[name].stored.dtype for name in shapes if name in tensors}
+        return {name: NARROW[dtype] for name, dtype in types.items() if dtype in NARROW}
 
 
 def load_generation(folder: Path) -> dict[str, Any]:
@@ -148,10 +148,10 @@ def read_tensors(folder: Path, chosen: Callable[[str], bool]) -> dict[str, np.nd
     """Read the tensors of a directory with chosen names, in their stored form. Raises
     CheckpointError."""
     with ExitStack() as files:
-        there = {n: t for n, t in open_files(folder, files, SINGLE).items() if chosen(n)}
-        if coded := sorted(n for n, t in there.items() if t.stored.dtype not in DTYPES):
+        tensors = {n: t for n, t in open_files(folder, files, SINGLE).items() if chosen(n)}
+        if coded := sorted(n for n, t in tensors.items() if t.stored.dtype not in DTYPES):
             raise CheckpointError(f"{folder}: {coded[0]} is quantised, which is not supported.")
-        return {name: np.asarray(t.file.get_tensor(t.name)) for name, t in there.items()}
+        return {name: np.asarray(t.file.get_tensor(t.name)) for name, t in tensors.items()}
 
 
 def check_params(folder: str | Path, spec: ModelSpec) -> None:
@@ -159,7 +159,7 @@ def check_params(folder: str | Path, spec: ModelSpec) -> None:
     CheckpointError."""
     with ExitStack() as files:
         table = weight_table(spec)
-        _check(Path(folder), table, open_tensors(Path(folder), files, _wanted(table)))
+        _check(Path(folder), table, open_tensors(Path(folder), files, _shapes(table)))
 
 
 def load_params(
@@ -207,7 +207,7 @@ def open_weights(folder: Path, table: object, single: str = SINGLE) -> Iterator[
     """Open a directory with the tensors of a table, compared as in load_weights; yield a reader of
     one weight, or of one layer of it, by its name in the file. Raises CheckpointError."""
     with ExitStack() as files:
-        tensors = open_tensors(folder, files, _wanted(table), single)
+        tensors = open_tensors(folder, files, _shapes(table), single)
         _check(folder, table, tensors)
         yield OpenWeights(tensors)
 
@@ -359,7 +359,7 @@ def _type_of(folder: Path, tensors: list[tuple[str, np.ndarray]], stored: Mappin
 # ---- reading
 
 
-def _wanted(table: object) -> dict[str, tuple[int, ...]]:
+def _shapes(table: object) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a table's tensors in files, by their names in files."""
     return {
         name: weight.hf_shape
@@ -369,11 +369,11 @@ def _wanted(table: object) -> dict[str, tuple[int, ...]]:
 
 
 def _check(folder: Path, table: object, tensors: Mapping[str, StoredTensor]) -> None:
-    wanted = _wanted(table)
-    missing = sorted(wanted.keys() - tensors.keys())
+    shapes = _shapes(table)
+    missing = sorted(shapes.keys() - tensors.keys())
     extra = sorted(
         n
-        for n in tensors.keys() - wanted.keys()
+        for n in tensors.keys() - shapes.keys()
         if not n.endswith(IGNORED) and n != HEAD and not n.startswith((DRAFTS, VALUE_HEAD))
     )
     if is_stale(folder, {tensor.path for tensor in tensors.values()}):
@@ -383,16 +383,16 @@ def _check(folder: Path, table: object, tensors: Mapping[str, StoredTensor]) -> 
     if drafts := [n for n in tensors if n.startswith(DRAFTS)]:
         log.info("%s: %d tensors for multi-token prediction are ignored", folder, len(drafts))
     extra = _without_drafts(folder, table, extra) if extra else extra
-    there = {n: tensors[n].stored for n in sorted(wanted.keys() & tensors.keys())}
-    wrong = [n for n, stored in there.items() if stored.shape != wanted[n]]
-    coded = [n for n, stored in there.items() if stored.dtype not in DTYPES]
+    known = {n: tensors[n].stored for n in sorted(shapes.keys() & tensors.keys())}
+    wrong = [n for n, stored in known.items() if stored.shape != shapes[n]]
+    coded = [n for n, stored in known.items() if stored.dtype not in DTYPES]
     problems = [
-        *_describe(missing, "missing", lambda n: f"{n} {list(wanted[n])}"),
+        *_describe(missing, "missing", lambda n: f"{n} {list(shapes[n])}"),
         *_describe(extra, "not part of this model", str),
         *_describe(
-            wrong, "misshapen", lambda n: f"{n} is {list(there[n].shape)}, not {list(wanted[n])}"
+            wrong, "misshapen", lambda n: f"{n} is {list(known[n].shape)}, not {list(shapes[n])}"
         ),
-        *_describe(coded, "quantised or not weights", lambda n: f"{n} is {there[n].dtype}"),
+        *_describe(coded, "quantised or not weights", lambda n: f"{n} is {known[n].dtype}"),
     ]
     if problems:
         raise CheckpointError(
@@ -414,8 +414,8 @@ def _without_drafts(folder: Path, table: Any, names: list[str]) -> list[str]:
     drafts = tuple(f"model.layers.{i}." for i in range(layers, layers + min(more, layers)))
     kept = [name for name in names if not name.startswith(drafts)]
     if len(kept) < len(names):
-        gone = len(names) - len(kept)
-        log.info("%s: %d tensors for multi-token prediction are ignored", folder, gone)
+        ignored = len(names) - len(kept)
+        log.info("%s: %d tensors for multi-token prediction are ignored", folder, ignored)
     return kept
 
 
@@ -465,21 +465,21 @@ def _slice(
     Reads at most the tensor of one layer. Raises CheckpointError if a value is not finite.
     """
     if weight.hf_every is not None:
-        ours = _of_all_experts(tensor, weight.hf_every, shape, index)
+        values = _of_all_experts(tensor, weight.hf_every, shape, index)
     else:
         if weight.hf_rows is None:
             stored = np.asarray(tensor.file.get_tensor(tensor.name))
         else:
             stored = np.asarray(tensor.file.get_slice(tensor.name)[slice(*weight.hf_rows)])
             stored = stored if weight.hf_columns is None else stored[:, slice(*weight.hf_columns)]
-        turned = stored.T if _is_turned(weight) else stored
-        ours = np.ascontiguousarray(turned.reshape(shape)[index])
-    if not np.isfinite(ours).all():
+        transposed = stored.T if _is_transposed(weight) else stored
+        values = np.ascontiguousarray(transposed.reshape(shape)[index])
+    if not np.isfinite(values).all():
         raise CheckpointError(
             f"{name} contains NaN or infinite numbers: the model was saved incompletely, or its "
             "training failed. Use an earlier checkpoint, or copy it again."
         )
-    return ours
+    return values
 
 
 def _of_all_experts(
@@ -502,7 +502,7 @@ def _of_all_experts(
     return np.ascontiguousarray(stored[:, *index[1:]])
 
 
-def _is_turned(weight: Weight) -> bool:
+def _is_transposed(weight: Weight) -> bool:
     """Return whether the file stores the matrix transposed, as for all Linear weights."""
     return len(weight.hf_shape) == 2 and weight.axes[0] != "vocab"
 
@@ -522,7 +522,7 @@ def _export(table: object, params: Params) -> Iterator[tuple[str, np.ndarray]]:
             joined.setdefault(weight.hf, []).append((weight, values))
     for parts in joined.values():
         if parts[0][0].hf_every is not None:
-            yield from _in_turns(parts)
+            yield from _interleaved(parts)
             continue
         parts.sort(key=lambda part: part[0].hf_rows or (0, 0))
         each = zip(*(_exported(*part) for part in parts), strict=True)
@@ -531,15 +531,15 @@ def _export(table: object, params: Params) -> Iterator[tuple[str, np.ndarray]]:
             yield name, np.concatenate([first, *(x for _, x in rest)]) if rest else first
 
 
-def _in_turns(parts: list[tuple[Weight, Any]]) -> Iterator[tuple[str, np.ndarray]]:
+def _interleaved(parts: list[tuple[Weight, Any]]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) of weights that are interleaved in tensors with all experts."""
     first = parts[0][0]
     for each, name in zip(np.ndindex(*first.shape[: named(first)]), _names(first), strict=True):
         arrays = [whole(values[each]) for _, values in parts]
         tensor = np.empty(first.hf_shape, arrays[0].dtype)
-        for (weight, _), ours in zip(parts, arrays, strict=True):
+        for (weight, _), array in zip(parts, arrays, strict=True):
             start, step = weight.hf_every or (0, 1)
-            tensor[..., start::step] = ours
+            tensor[..., start::step] = array
         yield name, tensor
 
 
@@ -552,11 +552,11 @@ def _exported(weight: Weight, values: Any) -> Iterator[tuple[str, np.ndarray]]:
     shape = shape if weight.hf_columns is None else (shape[0], right - left)
     numbers = np.ndindex(*weight.shape[: weight.stacked])
     for each, name in zip(numbers, _names(weight), strict=True):
-        ours = whole(values[each] if each else values)
-        if _is_turned(weight):
-            ours = ours.reshape(shape[::-1]).T
-        ours = ours.reshape(shape)
-        yield name, np.ascontiguousarray(np.pad(ours, around) if weight.hf_columns else ours)
+        array = whole(values[each] if each else values)
+        if _is_transposed(weight):
+            array = array.reshape(shape[::-1]).T
+        array = array.reshape(shape)
+        yield name, np.ascontiguousarray(np.pad(array, around) if weight.hf_columns else array)
 
 
 def _in_shards(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:

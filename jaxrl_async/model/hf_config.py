@@ -65,7 +65,7 @@ def spec_from_hf(config: Mapping[str, object], where: str) -> ModelSpec:
         norm_eps=fields.number("rms_norm_eps", family.norm_eps),
         qk_norm=family.qk_norm if normed else "none",
         attention_bias=biased,
-        output_bias=biased and family.biases == "as said",
+        output_bias=biased and family.biases == "configured",
         sinks=family.sinks,
         router=family.router(fields),
         expert_biases=family.expert_biases,
@@ -83,25 +83,25 @@ def spec_from_hf(config: Mapping[str, object], where: str) -> ModelSpec:
 
 def _family(fields: ConfigFields) -> tuple[Family, ConfigFields]:
     """Return the family and its fields; for a model with images, the fields of its text part."""
-    said = fields.said("model_type")
-    if isinstance(said, str) and said in WRAPPED:
+    name = fields.get("model_type")
+    if isinstance(name, str) and name in WRAPPED:
         inner = fields.part("text_config")
         own = {
             k: v for k, v in fields.values.items() if k.endswith("_token_id") and v not in NO_IDS
         }
-        family = FAMILIES[WRAPPED[said]]
+        family = FAMILIES[WRAPPED[name]]
         text = ConfigFields({**inner.values, **own}, fields.where)
-        if inner.said("model_type", family.model_type) != family.model_type:
+        if inner.get("model_type", family.model_type) != family.model_type:
             return _family(text)
         return family, text
-    if isinstance(said, str) and said in ALSO:
-        return FAMILIES[ALSO[said]], fields
-    if not isinstance(said, str) or said not in FAMILIES:
+    if isinstance(name, str) and name in ALSO:
+        return FAMILIES[ALSO[name]], fields
+    if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
-            f"{fields.where}: model_type {shown(said)} is not supported. Use a model of "
+            f"{fields.where}: model_type {shown(name)} is not supported. Use a model of "
             f"{', '.join([*FAMILIES, *ALSO])}."
         )
-    return FAMILIES[said], fields
+    return FAMILIES[name], fields
 
 
 def _head_dim(fields: ConfigFields, latent: Latent | None, usual: int) -> int:
@@ -146,16 +146,16 @@ def _check_heads(spec: ModelSpec, where: str) -> None:
 
 def _refuse_unsupported(family: Family, fields: ConfigFields) -> None:
     """Raise CheckpointError for a feature that the decoder does not support."""
-    wanted = HF_ACTIVATIONS[family.activation]
-    said = fields.said(family.activation_key, wanted)
-    if said != wanted:
-        fields.refuse(f"{family.activation_key} {shown(said)} is not supported, only {wanted}.")
+    usual = HF_ACTIVATIONS[family.activation]
+    found = fields.get(family.activation_key, usual)
+    if found != usual:
+        fields.refuse(f"{family.activation_key} {shown(found)} is not supported, only {usual}.")
     for key, what in family.refused.items():
         if fields.flag(key):
             fields.refuse(f"{key} ({what}) is not supported.")
     for key, number in family.fixed.items():
-        if fields.said(key, number) != number:
-            fields.refuse(f"{key} {shown(fields.said(key))} is not supported, only {number:g}.")
+        if fields.get(key, number) != number:
+            fields.refuse(f"{key} {shown(fields.get(key))} is not supported, only {number:g}.")
 
 
 def _experts(family: Family, fields: ConfigFields) -> int:

@@ -21,7 +21,7 @@ PARTS = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2), "down": (
 of parts."""
 
 
-class ExpertPlace(NamedTuple):
+class ExpertLocation(NamedTuple):
     """The position of one expert's matrix."""
 
     tensor: str  # name of the tensor with all experts
@@ -36,38 +36,38 @@ class OneExpert:
 
     file: Any
     name: str  # in the file
-    place: ExpertPlace
+    location: ExpertLocation
 
     def get_tensor(self, name: str) -> np.ndarray:
         """Return the matrix; other experts are not read."""
         _, rows, _ = self.file.get_slice(self.name).get_shape()
-        size = rows // self.place.parts
-        own = slice(self.place.part * size, (self.place.part + 1) * size)
-        expert = self.place.expert
+        size = rows // self.location.parts
+        own = slice(self.location.part * size, (self.location.part + 1) * size)
+        expert = self.location.expert
         return np.asarray(self.file.get_slice(self.name)[expert : expert + 1, own])[0]
 
 
-def places(wanted: Iterable[str], there: Mapping[str, Stored]) -> dict[str, ExpertPlace]:
+def locations(wanted: Iterable[str], stored: Mapping[str, Stored]) -> dict[str, ExpertLocation]:
     """Return the positions of the wanted matrices that files hold joined, by their names in files
     that hold experts one by one."""
-    found: dict[str, dict[str, ExpertPlace]] = {}
+    found: dict[str, dict[str, ExpertLocation]] = {}
     for name in wanted:
-        if name not in there and (match := ONE.fullmatch(name)):
+        if name not in stored and (match := ONE.fullmatch(name)):
             before, expert, kind = match.groups()
             tensor, part, parts = PARTS[kind]
-            place = ExpertPlace(f"{before}.{tensor}", int(expert), part, parts)
-            found.setdefault(place.tensor, {})[name] = place
+            location = ExpertLocation(f"{before}.{tensor}", int(expert), part, parts)
+            found.setdefault(location.tensor, {})[name] = location
     return {
-        name: place
+        name: location
         for tensor, each in found.items()
-        if _holds(there.get(tensor), each.values())
-        for name, place in each.items()
+        if _holds(stored.get(tensor), each.values())
+        for name, location in each.items()
     }
 
 
-def _holds(stored: Stored | None, wanted: Collection[ExpertPlace]) -> bool:
+def _holds(stored: Stored | None, wanted: Collection[ExpertLocation]) -> bool:
     """Return whether a tensor holds exactly these experts."""
-    experts = {place.expert for place in wanted}
+    experts = {location.expert for location in wanted}
     parts = next(iter(wanted)).parts
     return (
         stored is not None
@@ -77,8 +77,8 @@ def _holds(stored: Stored | None, wanted: Collection[ExpertPlace]) -> bool:
     )
 
 
-def one_of(stored: Stored, place: ExpertPlace) -> Stored:
+def one_of(stored: Stored, location: ExpertLocation) -> Stored:
     """Return one expert's matrix in the tensor with all experts, with the whole tensor's bytes."""
     _, rows, columns = stored.shape
-    shape = (rows // place.parts, columns)
+    shape = (rows // location.parts, columns)
     return Stored(dtype=stored.dtype, shape=shape, begin=stored.begin, end=stored.end)

@@ -69,8 +69,8 @@ def with_sinks(q_tHK: Array, sinks_H: Array, width: int) -> Array:
     t, H, K = q_tHK.shape
     sinks = (sinks_H.astype(q_tHK.dtype).astype(jnp.float32) * K**0.5).astype(q_tHK.dtype)
     unseen = jnp.full(H, UNSEEN, q_tHK.dtype)
-    beside = jnp.broadcast_to(jnp.stack([sinks, unseen], axis=1), (t, H, SPARE))
-    whole = jnp.concatenate([q_tHK, beside], axis=2)
+    spare = jnp.broadcast_to(jnp.stack([sinks, unseen], axis=1), (t, H, SPARE))
+    whole = jnp.concatenate([q_tHK, spare], axis=2)
     return jnp.pad(whole, ((0, 0), (0, 0), (0, width - K - SPARE)))
 
 
@@ -315,23 +315,23 @@ SPLASH_PART = PartAttention(_splash_part_kernel, _splash_part)
 
 
 def seen_in_tree(
-    until: Array, places: Array, positions: Array | None = None, window: int = 0
+    until: Array, indices: Array, positions: Array | None = None, window: int = 0
 ) -> Array:
-    """Return [..., t, T] bool: whether the query at each place [t] of its row sees the key. The key
+    """Return [..., t, T] bool: whether the query at each index [t] of its row sees the key. The key
     must not be later, have ended before the query, or lie before its window.
 
     Args:
         until: [..., T], attention.visible_until of the keys.
-        places: [t], places of the queries.
+        indices: [t], indices of the queries in their rows.
         positions: [..., T], positions of the keys in their contexts; needed for a window.
         window: number of tokens that a query sees; 0: all.
     """
     keys = jnp.arange(until.shape[-1])
-    seen = (keys <= places[:, None]) & (places[:, None] < until[..., None, :])
+    seen = (keys <= indices[:, None]) & (indices[:, None] < until[..., None, :])
     if not window:
         return seen
     assert positions is not None, "a window counts positions"
-    own = jnp.take(positions, jnp.minimum(places, positions.shape[-1] - 1), axis=-1)
+    own = jnp.take(positions, jnp.minimum(indices, positions.shape[-1] - 1), axis=-1)
     return seen & (positions[..., None, :] > own[..., :, None] - window)
 
 
@@ -345,7 +345,7 @@ def splash_in_tree(
     k_BTNK: Array,
     v_BTNK: Array,
     extent_BT: Array,
-    places_t: Array,
+    indices_t: Array,
     scoring: Scoring = PLAIN,
     sinks_H: Array | None = None,
     *,
@@ -360,12 +360,12 @@ def splash_in_tree(
     block = splash_block(t, most)
     q, k, v = (_heads_first(x, block) for x in (q_BtHK * K**-0.5, k_BTNK, v_BTNK))
     extent = tuple(_whole_blocks(x, block) for x in of_extent(extent_BT) if x is not None)
-    places = jnp.pad(places_t, (0, -t % block), mode="edge")
+    indices = jnp.pad(indices_t, (0, -t % block), mode="edge")
 
     def one_row(row: tuple[Array, Array, Array, tuple[Array, ...]]) -> Array:
         q, k, v, (until, *position) = row
         kernel = splash_lib.make_splash_mha(
-            seen_in_tree(until, places, position[0] if position else None, scoring.window)[None],
+            seen_in_tree(until, indices, position[0] if position else None, scoring.window)[None],
             block_sizes=_equal_blocks(block),
             head_shards=1,
             q_seq_shards=1,

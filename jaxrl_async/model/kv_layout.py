@@ -58,7 +58,7 @@ class KvLayout:
     arrays: int  # number of page arrays: the layers of a full group
 
     @property
-    def places(self) -> dict[int, tuple[int, int]]:
+    def by_layer(self) -> dict[int, tuple[int, int]]:
         """The group and the array of each layer that has keys and values."""
         return {
             layer: (g, array)

@@ -38,7 +38,7 @@ class LatentLayer(Layer):
         a, t = jnp.split(q, [self.spec.head_dim - latent.rotated], axis=-1)
         c, r = jnp.split(kv, [latent.rank], axis=-1)
         c = rms_norm(c, self._weight("kv_a_norm", x.dtype), NORM_EPS)
-        t, r = (self._turned(part, angles) for part in (t, r[..., None, :]))
+        t, r = (self._rotated(part, angles) for part in (t, r[..., None, :]))
         q, k, v = self._expanded(a, t, c, r)
         return self._scaled(q, angles), k, v
 
@@ -69,7 +69,7 @@ class LatentLayer(Layer):
         first = {"q_a": latent.query_rank} if latent.query_rank else {"q": whole}
         return {**first, "kv_a": latent.rank + latent.rotated}
 
-    def _turned(self, x: Array, angles: Angles | None) -> Array:
+    def _rotated(self, x: Array, angles: Angles | None) -> Array:
         """Rotate the rotated parts, [..., heads, rotated]. Interleaved pairs are first separated,
         in queries and keys."""
         if angles is None:

@@ -64,8 +64,8 @@ def rope_angles(rope: Rope, head_dim: int, positions: Array) -> Angles:
         cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
     if not rope.query_growth:
         return Angles(cos, sin)
-    turns = (positions // scaling.original_max_positions).astype(jnp.float32)
-    return Angles(cos, sin, 1 + rope.query_growth * jnp.log1p(turns))
+    periods = (positions // scaling.original_max_positions).astype(jnp.float32)
+    return Angles(cos, sin, 1 + rope.query_growth * jnp.log1p(periods))
 
 
 def all_angles(spec: ModelSpec, positions: Array) -> dict[Rope | None, Angles | None]:
@@ -90,16 +90,16 @@ def _llama3(frequencies: Array, s: RopeScaling, _: float) -> Array:
 
 
 def _yarn(frequencies: Array, s: RopeScaling, theta: float) -> Array:
-    """Keep frequencies with more than beta_fast turns in the original context, divide frequencies
+    """Keep frequencies with more than beta_fast rotations in the original context, divide those
     with less than beta_slow by `factor`, interpolate linearly between."""
     half = frequencies.shape[0]
 
-    def place(turns: float) -> float:
-        """Return the index of the frequency with this number of turns."""
-        turned = math.log(s.original_max_positions / (turns * 2 * math.pi))
-        return half * turned / math.log(theta)
+    def index_of(rotations: float) -> float:
+        """Return the index of the frequency with this number of rotations."""
+        rotated_by = math.log(s.original_max_positions / (rotations * 2 * math.pi))
+        return half * rotated_by / math.log(theta)
 
-    low, high = place(s.beta_fast), place(s.beta_slow)
+    low, high = index_of(s.beta_fast), index_of(s.beta_slow)
     if s.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
@@ -119,8 +119,8 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate pairs (i, i + R/2) of the first R components of x [..., heads, K]; cos, sin [..., R /
     2]."""
     cos, sin = cos[..., None, :], sin[..., None, :]
-    turned = 2 * cos.shape[-1]
-    x, rest = (x, None) if turned == x.shape[-1] else jnp.split(x, [turned], axis=-1)
+    width = 2 * cos.shape[-1]
+    x, rest = (x, None) if width == x.shape[-1] else jnp.split(x, [width], axis=-1)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     return out if rest is None else jnp.concatenate([out, rest], axis=-1)
@@ -169,16 +169,16 @@ class Layer(nnx.Module):
             )
             shapes = {name: x.shape for name, x in shapes.items()}
         names = [n for n in adapted if n != LORA_DROP]
-        beside = {n + end: () for n in names for end in (LORA_A, LORA_B)}
-        beside |= {LORA_DROP: ()} if LORA_DROP in adapted else {}
-        beside |= {LORA_OWN: ()} if chosen else {}
-        beside |= {ROWS_USED: ()} if masked else {}
+        extra = {n + end: () for n in names for end in (LORA_A, LORA_B)}
+        extra |= {LORA_DROP: ()} if LORA_DROP in adapted else {}
+        extra |= {LORA_OWN: ()} if chosen else {}
+        extra |= {ROWS_USED: ()} if masked else {}
         if scales:
             weights = table[stack]
             quantised = [n for n, w in weights.items() if n in shapes and is_matrix(n, w)]
             joined = [n for n in shapes if fused and n in MATRICES]
-            beside |= {n + scales: () for n in (*quantised, *joined)}
-        for name, shape in (shapes | beside).items():
+            extra |= {n + scales: () for n in (*quantised, *joined)}
+        for name, shape in (shapes | extra).items():
             setattr(self, name, nnx.Param(jnp.zeros(shape)))
 
     @property
@@ -287,9 +287,9 @@ class Layer(nnx.Module):
             q, k, v = jnp.split(qkv, parts, axis=-2)
         else:
             q, k, v = (split_heads(self._times(y, n), spec.head_dim) for n in ("q", "k", "v"))
-        return self._turned_heads(q, k, v, angles)
+        return self._rotated_heads(q, k, v, angles)
 
-    def _turned_heads(
+    def _rotated_heads(
         self, q: Array, k: Array, v: Array, angles: Angles | None
     ) -> tuple[Array, Array, Array]:
         """Finish projected heads for qkv: add biases, apply norms, rotate, scale queries."""
@@ -302,8 +302,8 @@ class Layer(nnx.Module):
         axes = 2 if spec.qk_norm == "whole" else 1
         q, k = self._norm(q, "q_norm", axes=axes), self._norm(k, "k_norm", axes=axes)
         if angles is not None:
-            turn = rotated if self.packed else rotate
-            q, k = (turn(a, angles.cos, angles.sin) for a in (q, k))
+            rotation = rotated if self.packed else rotate
+            q, k = (rotation(a, angles.cos, angles.sin) for a in (q, k))
         return self._scaled(q, angles), k, v
 
     def _scaled(self, q: Array, angles: Angles | None) -> Array:
@@ -311,9 +311,9 @@ class Layer(nnx.Module):
         if angles is not None and angles.growth is not None:
             q = q * angles.growth[..., None, None].astype(q.dtype)
         scale = self.spec.scales.attention
-        wanted = scale * q.shape[-1] ** 0.5
-        if scale and not math.isclose(wanted, 1.0):
-            q = q * jnp.asarray(wanted, q.dtype)
+        factor = scale * q.shape[-1] ** 0.5
+        if scale and not math.isclose(factor, 1.0):
+            q = q * jnp.asarray(factor, q.dtype)
         return q
 
     def sinks_of(self) -> Array | None:
@@ -472,6 +472,6 @@ def initial(weight: Weight, key: Array, dtype: DTypeLike) -> Array:
     if weight.init in ("zeros", "off"):
         return jnp.zeros(weight.shape, dtype)
     if weight.init == "uniform":
-        drawn = jax.random.uniform(key, weight.shape, jnp.float32, -1.0, 1.0)
-        return (drawn * weight.fan_in**-0.5).astype(dtype)
+        values = jax.random.uniform(key, weight.shape, jnp.float32, -1.0, 1.0)
+        return (values * weight.fan_in**-0.5).astype(dtype)
     return (jax.random.normal(key, weight.shape, jnp.float32) * weight.fan_in**-0.5).astype(dtype)

@@ -62,15 +62,15 @@ def chunked_logprobs(
 
     how = HeadSettings(chunk, temperature, scales, cpu_kernels, in_parts)
 
-    def one_chunk(x: Array, target: Array, drawn: _Drawn) -> tuple[Array, Array]:
-        return _results(how, x, head, target, drawn)
+    def one_chunk(x: Array, target: Array, sampling: _Sampling) -> tuple[Array, Array]:
+        return _results(how, x, head, target, sampling)
 
-    inputs = (hidden, targets, _Drawn(kept, temperatures))
+    inputs = (hidden, targets, _Sampling(kept, temperatures))
     logprobs, entropy = over_chunks(one_chunk, inputs, chunk=chunk, layout=layout)
     return logprobs, entropy
 
 
-class _Drawn(NamedTuple):
+class _Sampling(NamedTuple):
     """How each token was sampled, in addition to HeadSettings; see chunked_logprobs' arguments."""
 
     kept: Array | None = None
@@ -103,10 +103,10 @@ def wanted_logprobs(
     gradient [tokens, D] of each token's log-prob, which the backward pass scales.
     """
     hidden, head, targets, wanted = map(jnp.asarray, (hidden, head, targets, wanted))
-    drawn = jax.tree.map(jnp.asarray, _Drawn(kept, temperatures))
+    sampling = jax.tree.map(jnp.asarray, _Sampling(kept, temperatures))
     order = jnp.argsort(~wanted, stable=True)
-    places = _Wanted(wanted, order, jnp.argsort(order), jnp.sum(wanted))
-    return _wanted(how, hidden, head, targets, drawn, places)
+    chosen = _Wanted(wanted, order, jnp.argsort(order), jnp.sum(wanted))
+    return _wanted(how, hidden, head, targets, sampling, chosen)
 
 
 class _Wanted(NamedTuple):
@@ -114,7 +114,7 @@ class _Wanted(NamedTuple):
 
     each: Array  # [tokens] bool
     order: Array  # [tokens] int32, the wanted ones first
-    place: Array  # [tokens] int32, of each token in that order
+    position: Array  # [tokens] int32, of each token in that order
     number: Array  # [] int32
 
     def chunk(self, index: Array, size: int) -> Array:
@@ -125,18 +125,18 @@ class _Wanted(NamedTuple):
     def back(self, values: Array) -> Array:
         """Return values [>= tokens, ...] from this order in the original order, 0 for tokens that
         are not wanted."""
-        found = values[self.place]
-        wide = self.each.reshape(-1, *(1 for _ in found.shape[1:]))
-        return jnp.where(wide, found, jnp.zeros((), found.dtype))
+        moved = values[self.position]
+        wide = self.each.reshape(-1, *(1 for _ in moved.shape[1:]))
+        return jnp.where(wide, moved, jnp.zeros((), moved.dtype))
 
 
-class _Kept(NamedTuple):
+class _Residuals(NamedTuple):
     """The residuals for the backward pass of `_wanted`."""
 
     hidden: Array
     head: Array
     targets: Array
-    drawn: _Drawn
+    sampling: _Sampling
     wanted: _Wanted
     slopes: Array | None  # [tokens, D] gradient of each log-prob; None: the head is trained
 
@@ -147,24 +147,24 @@ def _wanted(
     hidden: Array,
     head: Array,
     targets: Array,
-    drawn: _Drawn,
+    sampling: _Sampling,
     wanted: _Wanted,
 ) -> tuple[Array, Array]:
-    return _forward(how, _Kept(hidden, head, targets, drawn, wanted, None), slopes=False)[0]
+    return _forward(how, _Residuals(hidden, head, targets, sampling, wanted, None), slopes=False)[0]
 
 
-def _wanted_forward(how: HeadSettings, *given: Any) -> tuple[tuple[Array, Array], _Kept]:
-    learns = given[1].perturbed  # the head
-    hidden, head, targets, drawn, wanted = jax.tree.map(
-        lambda x: x.value, given, is_leaf=lambda x: hasattr(x, "perturbed")
+def _wanted_forward(how: HeadSettings, *args: Any) -> tuple[tuple[Array, Array], _Residuals]:
+    learns = args[1].perturbed  # the head
+    hidden, head, targets, sampling, wanted = jax.tree.map(
+        lambda x: x.value, args, is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    read = _Kept(hidden, head, targets, drawn, wanted, None)
+    read = _Residuals(hidden, head, targets, sampling, wanted, None)
     results, slopes = _forward(how, read, slopes=not learns)
     return results, read._replace(slopes=slopes)
 
 
 def _forward(
-    how: HeadSettings, of: _Kept, *, slopes: bool
+    how: HeadSettings, of: _Residuals, *, slopes: bool
 ) -> tuple[tuple[Array, Array], Array | None]:
     """Return log-probs and entropies, and the slopes if requested."""
     size, number = _even_chunk(len(of.targets), how.chunk)
@@ -191,7 +191,7 @@ def _forward(
     return (back(logprobs), back(entropy)), None if kept is None else back(kept)
 
 
-def _wanted_backward(how: HeadSettings, of: _Kept, grads: Any) -> tuple[Any, ...]:
+def _wanted_backward(how: HeadSettings, of: _Residuals, grads: Any) -> tuple[Any, ...]:
     nothing = jax.custom_derivatives.SymbolicZero
     to_logprobs, to_entropy = grads
     if of.slopes is not None and isinstance(to_entropy, nothing):
@@ -199,7 +199,7 @@ def _wanted_backward(how: HeadSettings, of: _Kept, grads: Any) -> tuple[Any, ...
             return None, None, None, None, None
         grad = (to_logprobs[:, None] * of.slopes).astype(of.hidden.dtype)
         return grad, None, None, None, None
-    given = tuple(
+    masked = tuple(
         jnp.zeros(g.shape, g.dtype) if isinstance(g, nothing) else jnp.where(of.wanted.each, g, 0.0)
         for g in grads
     )
@@ -209,7 +209,7 @@ def _wanted_backward(how: HeadSettings, of: _Kept, grads: Any) -> tuple[Any, ...
     def body(index: Array, done: Any) -> Any:
         x, one_chunk = _chunk_of(how, of, index, size)
         tokens = of.wanted.chunk(index, size)
-        grad = tuple(g[tokens] for g in given)
+        grad = tuple(g[tokens] for g in masked)
         of_hidden, of_head = done
         if learns:
             dx, dhead = jax.vjp(one_chunk, x, of.head)[1](grad)
@@ -230,15 +230,15 @@ _wanted.defvjp(_wanted_forward, _wanted_backward, symbolic_zeros=True)
 
 
 def _chunk_of(
-    how: HeadSettings, of: _Kept, index: Array, size: int
+    how: HeadSettings, of: _Residuals, index: Array, size: int
 ) -> tuple[Array, Callable[[Array, Array], tuple[Array, Array]]]:
     """Return a chunk's hidden states, 0 after the wanted ones, and the function from them and the
     head to the chunk's results."""
     tokens = of.wanted.chunk(index, size)
-    drawn = jax.tree.map(lambda values: values[tokens], of.drawn)
+    sampling = jax.tree.map(lambda values: values[tokens], of.sampling)
     real = jnp.arange(size) + index * size < of.wanted.number
     x = jnp.where(real[:, None], of.hidden[tokens], jnp.zeros((), of.hidden.dtype))
-    return x, lambda x, head: _results(how, x, head, of.targets[tokens], drawn)
+    return x, lambda x, head: _results(how, x, head, of.targets[tokens], sampling)
 
 
 def _even_chunk(tokens: int, chunk: int) -> tuple[int, int]:
@@ -248,14 +248,14 @@ def _even_chunk(tokens: int, chunk: int) -> tuple[int, int]:
 
 
 def _results(
-    how: HeadSettings, x: Array, head: Array, targets: Array, drawn: _Drawn
+    how: HeadSettings, x: Array, head: Array, targets: Array, sampling: _Sampling
 ) -> tuple[Array, Array]:
     """Return the log-probs of targets [n] and the entropies [n], given hidden states [n, D]."""
     logits = logits_of(x, head, how.scales, in_parts=how.in_parts) / how.temperature
-    if drawn.temperatures is not None:
-        logits = logits / _divisors(drawn.temperatures)[:, None]
-    if drawn.kept is not None:
-        logits = jnp.where(unpacked(drawn.kept, logits.shape[-1]), logits, REFUSED)
+    if sampling.temperatures is not None:
+        logits = logits / _divisors(sampling.temperatures)[:, None]
+    if sampling.kept is not None:
+        logits = jnp.where(unpacked(sampling.kept, logits.shape[-1]), logits, REFUSED)
     if how.cpu_kernels:
         return chosen(logits, targets)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
@@ -300,7 +300,7 @@ def blocked_logprobs(
 
     @jax.checkpoint
     def one_block(seen: tuple[Array, ...], part: tuple[Array, Array]) -> tuple[Any, None]:
-        most, total, weighted, drawn = seen
+        most, total, weighted, target = seen
         weights, ids = part
         weights = layout.gathered(weights.astype(hidden.dtype), ("embed", "vocab", "head_dim"))
         x = wide.astype(hidden.dtype)
@@ -315,15 +315,15 @@ def blocked_logprobs(
             now,
             total * before + each.sum((1, 2)),
             weighted * before + (each * logits).sum((1, 2)),
-            drawn + jnp.where(is_target, logits, 0.0).sum((1, 2)),
+            target + jnp.where(is_target, logits, 0.0).sum((1, 2)),
         ), None
 
     nothing = jnp.zeros(hidden.shape[0], jnp.float32)
     start = (nothing + REFUSED, nothing, nothing, nothing)
     ids = split(jnp.arange(V, dtype=jnp.int32))
-    (most, total, weighted, drawn), _ = jax.lax.scan(one_block, start, (parts, ids))
+    (most, total, weighted, target), _ = jax.lax.scan(one_block, start, (parts, ids))
     log_total = most + jnp.log(total)
-    return drawn - log_total, log_total - weighted / total
+    return target - log_total, log_total - weighted / total
 
 
 def vocab_blocks(vocab: int, tokens: int, chunk: int) -> int | None:
@@ -461,7 +461,7 @@ def token_logprobs(
             cpu_kernels=settings.cpu_kernels,
             in_parts=settings.in_parts,
         )
-    logprobs, entropy = (placed(values, segment_ids, layout) for values in (logprobs, entropy))
+    logprobs, entropy = (at_targets(values, segment_ids, layout) for values in (logprobs, entropy))
     return TokenLogprobs(logprobs, entropy, changed, load)
 
 
@@ -483,7 +483,7 @@ def greedy_matches(
 
     inputs = (hidden, after(tokens.token_ids, layout))
     matches = over_chunks(one_chunk, inputs, chunk=settings.chunk, layout=layout)
-    return placed(matches, tokens.segment_ids, layout)
+    return at_targets(matches, tokens.segment_ids, layout)
 
 
 # ---- conversion between packed rows and a list of tokens
@@ -502,7 +502,7 @@ def _follows(segment_ids: Array) -> Array:
     return (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
 
 
-def placed(values: Array, segment_ids: Array, layout: Layout = ONE_DEVICE) -> Array:
+def at_targets(values: Array, segment_ids: Array, layout: Layout = ONE_DEVICE) -> Array:
     """Move each token's values for its next token to the next token: tokens [B * T, ...] of the
     layout -> [B, T, ...]; 0 at the start of a segment and in padding."""
     follows = _follows(segment_ids)

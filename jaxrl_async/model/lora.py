@@ -225,7 +225,7 @@ def scaled(lora: Lora, adapter: Params) -> Params:
     return {**adapter, **stacks}
 
 
-def beside(base: Params, adapter: Params) -> Params:
+def combined(base: Params, adapter: Params) -> Params:
     """Combine base and scaled adapter to one decoder's parameters. Other weights of the adapter,
     such as a head, replace the base's."""
     stacks = {stack: {**base[stack], **adapter[stack]} for stack in stacks_in(adapter)}
@@ -250,7 +250,7 @@ def joined(
     """
     if lora is None or base is None or is_whole(trained):
         return trained
-    whole = beside(base, scaled(lora, trained))
+    whole = combined(base, scaled(lora, trained))
     if noise is None or not lora.dropout:
         return whole
     stacks = {}

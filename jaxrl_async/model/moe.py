@@ -16,7 +16,7 @@ from jaxrl_async.algorithms.expert_load import ExpertLoad
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.later import Later
 from jaxrl_async.mesh import TRAINER_RULES, Rules, divided, spec_for, trainer_rules
-from jaxrl_async.model.dropout import apart, dropped
+from jaxrl_async.model.dropout import dropped, per_device
 from jaxrl_async.model.families.parts import (
     CLAMP_LIMIT,
     CLAMP_SLOPE,
@@ -273,9 +273,9 @@ def run_experts(
 
     def times(rows: Array, name: str) -> Array:
         if scales:
-            beside = matrices[name + scales]
-            beside = beside[jnp.minimum(expert, E - 1)] if scales == SCALE else beside
-            out = quantized_product(rows, matrices[name], beside, scales, summed)
+            scale = matrices[name + scales]
+            scale = scale[jnp.minimum(expert, E - 1)] if scales == SCALE else scale
+            out = quantized_product(rows, matrices[name], scale, scales, summed)
         else:
             out = dots(rows, name)
         if name + LORA_A in matrices:
@@ -342,7 +342,7 @@ def experts_on(mesh: Mesh | None, rules: Rules = TRAINER_RULES) -> Experts:
                     matrices = {**matrices, LORA_OWN: own}
             if LORA_DROP in matrices:
                 parts = {axis for axis in (*token_axes, "expert") if axis in mesh.axis_names}
-                matrices = {**matrices, LORA_DROP: apart(matrices[LORA_DROP], sorted(parts))}
+                matrices = {**matrices, LORA_DROP: per_device(matrices[LORA_DROP], sorted(parts))}
             if "down" + BIAS in matrices:
                 matrices = _with_one_bias(matrices, sorted(summed - {"expert"}))
             out = run_experts(x, ids, share, matrices, activation, first=first)

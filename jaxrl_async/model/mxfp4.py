@@ -83,5 +83,5 @@ def whole_of(name: str, blocks: Stored, scales: Stored) -> Stored:
 
 def without_packed(names: Mapping[str, object], wholes: Iterable[str]) -> dict[str, Any]:
     """Return tensors by name without the stored parts of tensors in MXFP4."""
-    gone = {name + end for name in wholes for end in (BLOCKS, SCALES)}
-    return {name: tensor for name, tensor in names.items() if name not in gone}
+    parts = {name + end for name in wholes for end in (BLOCKS, SCALES)}
+    return {name: tensor for name, tensor in names.items() if name not in parts}

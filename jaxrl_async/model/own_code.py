@@ -90,18 +90,18 @@ def check_trusted(code: OwnCode, where: str) -> None:
     """
     if code in _loaded:
         return
-    beside = Path(where).parent / Path(code.file).name
+    copy = Path(where).parent / Path(code.file).name
     others = [c.file for c in _loaded if c.name == code.name]
     if others:
         raise CheckpointError(
             f"{where}: the weights belong to another version of {code.name} (sha256 "
             f"{code.sha256[:12]}) than the file {others[0]}. Restore the file; the version that "
-            f"the weights were saved with is {beside}."
+            f"the weights were saved with is {copy}."
         )
     raise CheckpointError(
         f"{where}: the layers are a user-defined class, and code in a model's directory is never "
-        f"run without permission. Read {beside}; if you trust it, name it: "
-        f"model.decoder={beside}:{code.name} in a run, --decoder {beside}:{code.name} in a "
+        f"run without permission. Read {copy}; if you trust it, name it: "
+        f"model.decoder={copy}:{code.name} in a run, --decoder {copy}:{code.name} in a "
         'command, Policy.from_pretrained(..., decoder="...") in Python.'
     )
 

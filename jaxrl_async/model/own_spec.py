@@ -68,7 +68,7 @@ def own_spec(named: str, architecture: ArchitectureSection, vocab_size: int) -> 
         pattern=(kind,),
         own=code,
     )
-    pattern = _asked(code, "pattern", lambda: class_of(code).pattern(spec))
+    pattern = _called(code, "pattern", lambda: class_of(code).pattern(spec))
     kinds = isinstance(pattern, tuple) and all(isinstance(kind, LayerKind) for kind in pattern)
     if not pattern or not kinds or any(kind.stack != "layers" for kind in pattern):
         raise _wrong(
@@ -189,7 +189,7 @@ def _wrong(code: OwnCode, what: str, remedy: str) -> ConfigError:
     return ConfigError(f"{code.name} of {code.file}: {what}. {remedy}")
 
 
-def _asked(code: OwnCode, method: str, ask: Callable[[], object]) -> Any:
+def _called(code: OwnCode, method: str, ask: Callable[[], object]) -> Any:
     """Return the result of a user's method. Raises ConfigError if it fails."""
     try:
         return ask()
@@ -217,7 +217,7 @@ def _check_class(code: OwnCode) -> None:
 def _check_table(spec: ModelSpec, code: OwnCode, method: str) -> None:
     """Check the weights that a class declares."""
     cls = class_of(code)
-    table = _asked(code, method, lambda: getattr(cls, method)(spec))
+    table = _called(code, method, lambda: getattr(cls, method)(spec))
     if not isinstance(table, dict) or not all(isinstance(w, Weight) for w in table.values()):
         raise _wrong(code, f"{method} returned {type(table).__name__}", "Return {name: Weight}.")
     for name, weight in table.items():
@@ -313,8 +313,8 @@ def _trace_layer(
     def finish(weights: Params, x: Array, attended: Array) -> Any:
         return nnx.merge(graph, weights).finish(x, attended)
 
-    found = _asked(code, "qkv", lambda: jax.eval_shape(qkv, weights, x))
-    after = _asked(code, "finish", lambda: jax.eval_shape(finish, weights, x, attended))
+    found = _called(code, "qkv", lambda: jax.eval_shape(qkv, weights, x))
+    after = _called(code, "finish", lambda: jax.eval_shape(finish, weights, x, attended))
     return found, after
 
 
@@ -328,11 +328,11 @@ def _check_around(spec: ModelSpec, code: OwnCode) -> None:
     }
     ids = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
     x = jax.ShapeDtypeStruct((TOKENS, d), jnp.float32)
-    first = _asked(
+    first = _called(
         code, "embed", lambda: jax.eval_shape(lambda p, i: cls.embed(spec, p, i, i), rest, ids)
     )
     _compare(code, "embed", (first,), [(TOKENS, d)], None)
-    last = _asked(
+    last = _called(
         code, "final", lambda: jax.eval_shape(lambda p, x: cls.final(spec, p, x), rest, x)
     )
     _compare(code, "final", (last,), [(TOKENS, d)], None)

@@ -130,9 +130,9 @@ def load_peft(
             f"{where}: peft_type {config.get('peft_type')!r} is not supported, only LORA."
         )
     lora = _adapted(spec, config, where)
-    ours = _of_joined(spec, lora)
+    joined = _of_joined(spec, lora)
     for key, what in UNSUPPORTED.items():
-        if config.get(key) and not _are(config[key], ours.get(key)):
+        if config.get(key) and not _are(config[key], joined.get(key)):
             raise CheckpointError(f"{where}: {key} ({what}) is not supported.")
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{where}: bias {config['bias']!r} is not supported, only none.")
@@ -160,15 +160,15 @@ def has_together(file: Path) -> bool:
     return file.exists() and any(name.endswith(ends) for name in read_header(file))
 
 
-def _are(said: object, ours: object) -> bool:
+def _are(found: object, expected: object) -> bool:
     """Return whether a setting is equal to the expected one. rank_pattern and alpha_pattern may
     have suffixes of names, as in the patterns that PEFT generates (".*\\.gate_up_proj")."""
-    if not isinstance(said, dict) or not isinstance(ours, dict) or len(said) != len(ours):
-        return bool(said == ours)
-    ends = {str(key).removeprefix(r".*\.").replace("\\", ""): value for key, value in said.items()}
+    if not isinstance(found, dict) or not isinstance(expected, dict) or len(found) != len(expected):
+        return bool(found == expected)
+    ends = {str(key).removeprefix(r".*\.").replace("\\", ""): value for key, value in found.items()}
     return all(
         any(name == end or name.endswith("." + end) for end in ends if ends[end] == value)
-        for name, value in ours.items()
+        for name, value in expected.items()
     )
 
 

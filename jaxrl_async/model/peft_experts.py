@@ -54,14 +54,14 @@ def expert_tensors(
     table = weight_table(spec)
     for stack in stacks_in(table):
         for name, weight in table[stack].items():
-            place = _place(name, weight, one_by_one=one_by_one)
-            if place is not None and name in lora.names:
-                tensor, outputs, part = place
+            location = _location(name, weight, one_by_one=one_by_one)
+            if location is not None and name in lora.names:
+                tensor, outputs, part = location
                 found.setdefault(tensor, ExpertTensor({}, outputs)).parts[name] = part
     return found
 
 
-def _place(name: str, weight: Weight, *, one_by_one: bool) -> tuple[str, int, slice] | None:
+def _location(name: str, weight: Weight, *, one_by_one: bool) -> tuple[str, int, slice] | None:
     """Return the tensor with all experts that contains a weight, the number of its outputs and the
     slice of the weight. None: no such tensor."""
     if weight.hf_every is not None:
@@ -82,19 +82,19 @@ def target_parameters(spec: ModelSpec, lora: Lora) -> dict[str, int]:
     modules have these names, too (a shared expert, a layer without experts), they are listed as
     parameters as well: a matrix is a valid parameter.
     """
-    ours = _after_layer(expert_tensors(spec, lora))
-    if ours:
-        return ours
-    beside = beside_experts(spec, lora)
+    tensors = _after_layer(expert_tensors(spec, lora))
+    if tensors:
+        return tensors
+    modules = mistaken_modules(spec, lora)
     every = _after_layer(expert_tensors(spec, lora, one_by_one=True))
-    return {**every, **{f"{module}.weight": 1 for module in beside}} if beside else {}
+    return {**every, **{f"{module}.weight": 1 for module in modules}} if modules else {}
 
 
 def _after_layer(tensors: Mapping[str, ExpertTensor]) -> dict[str, int]:
     return {name.partition("{layer}.")[2]: len(t.parts) for name, t in tensors.items()}
 
 
-def beside_experts(spec: ModelSpec, lora: Lora) -> list[str]:
+def mistaken_modules(spec: ModelSpec, lora: Lora) -> list[str]:
     """Return the adapted modules that PEFT would mistake for experts, by their names within a
     layer."""
     ends = expert_ends(spec)
@@ -113,7 +113,7 @@ def expert_ends(spec: ModelSpec) -> set[str]:
     return {
         _within_layer(weight).rpartition(".")[2]
         for name, weight in _weights(spec)
-        if _place(name, weight, one_by_one=True) and weight.hf_every is None
+        if _location(name, weight, one_by_one=True) and weight.hf_every is None
     }
 
 
@@ -135,19 +135,19 @@ def with_targets(spec: ModelSpec, lora: Lora, wanted: Iterable[str]) -> Lora | N
     """
     every = [name for name, weight in _weights(spec) if weight.init == "normal"]
     whole = dataclasses.replace(lora, names=tuple(every))
-    places = {
+    tensors = {
         tensor: set(found.parts)
         for tensor, found in expert_tensors(spec, whole, one_by_one=True).items()
     }
     for name, weight in _weights(spec):
         if name in every and "expert" not in weight.axes:
-            places.setdefault(f"{_within_layer(weight)}.weight", set()).add(name)
+            tensors.setdefault(f"{_within_layer(weight)}.weight", set()).add(name)
     chosen: set[str] = set()
     for target in wanted:
-        found = [t for t in places if t == target or t.endswith(f".{target}")]
+        found = [t for t in tensors if t == target or t.endswith(f".{target}")]
         if not found:
             return None
-        chosen.update(name for tensor in found for name in places[tensor])
+        chosen.update(name for tensor in found for name in tensors[tensor])
     together = {name for t in expert_tensors(spec, whole).values() for name in t.parts}
     kept = {name for name in lora.names if name not in together} | chosen
     return dataclasses.replace(lora, names=tuple(dict.fromkeys(n for n in every if n in kept)))

@@ -121,16 +121,16 @@ class Policy:
         if tokenizer is None and (folder / "tokenizer.json").is_file():
             tokenizer = FolderTokenizer(folder)
 
-        def placed(table: object) -> Any:
+        def shardings_of(table: object) -> Any:
             return None if mesh is None else shardings(table, mesh, rules)
 
         if form is None:
-            params = load_params(folder, spec, placed(weight_table(spec)), dtype)
+            params = load_params(folder, spec, shardings_of(weight_table(spec)), dtype)
         else:
             params = read_base(folder, spec, form, mesh, dtype)
         lora, extra = None, None
         if adapter is not None:
-            lora, extra = peft.load_peft(adapter, spec, placed, dtype)
+            lora, extra = peft.load_peft(adapter, spec, shardings_of, dtype)
         tower = files.read_tower(folder)
         return Policy(spec, params, tokenizer, generation, lora, extra, tower, stored)
 

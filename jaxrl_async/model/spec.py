@@ -157,7 +157,7 @@ class ModelSpec:
         return {n: tuple(i for i, k in enumerate(kinds) if k.stack == n) for n in names}
 
     @property
-    def places(self) -> list[tuple[str, int]]:
+    def in_stacks(self) -> list[tuple[str, int]]:
         """Each layer's stack of weights, and its number there."""
         found = {i: (s, n) for s, numbers in self.stacks.items() for n, i in enumerate(numbers)}
         return [found[i] for i in range(self.layers)]
@@ -450,8 +450,8 @@ def _norm_table(spec: ModelSpec) -> dict[str, Weight]:
             hf=f"{_module(spec, name)}.weight", hf_shape=(math.prod(shape),),
         )  # fmt: skip
 
-    places = {"before": ("",), "both": ("", "_out"), "after": ("_out",)}[spec.norms]
-    names = [f"{part}{place}_norm" for part in ("attn", "mlp") for place in places]
+    suffixes = {"before": ("",), "both": ("", "_out"), "after": ("_out",)}[spec.norms]
+    names = [f"{part}{suffix}_norm" for part in ("attn", "mlp") for suffix in suffixes]
     table = {name: norm(name, ("embed",), d) for name in names}
     if spec.qk_norm == "head":
         table |= {name: norm(name, ("head_dim",), k) for name in ("q_norm", "k_norm")}

@@ -82,13 +82,13 @@ def file_names(folder: Path, single: str) -> list[str]:
     """Return the files that hold the weights. Raises CheckpointError, also for two sets of files:
     transformers would read one, and vLLM the other."""
     indexed = single == SINGLE and (folder / INDEX).exists()
-    there = (folder / single).exists()
+    exists = (folder / single).exists()
     if not indexed:
-        if not there:
+        if not exists:
             raise CheckpointError(f"{folder}: no {single} found. {_advice(folder)}")
         return [single]
     names = indexed_names(folder)
-    if there and single not in names:
+    if exists and single not in names:
         if not any((folder / name).exists() for name in names):
             return [single]
         raise CheckpointError(
@@ -244,11 +244,12 @@ def _one_by_one(
     tensors: dict[str, StoredTensor], wanted: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
     """Return the tensors, with joined experts split into the wanted tensors of single experts."""
-    found = joined_experts.places(wanted, {name: tensor.stored for name, tensor in tensors.items()})
-    gone = {place.tensor for place in found.values()}
-    kept = {name: tensor for name, tensor in tensors.items() if name not in gone}
-    for name, place in found.items():
-        every = tensors[place.tensor]
-        one = joined_experts.OneExpert(every.file, every.name, place)
-        kept[name] = every._replace(stored=joined_experts.one_of(every.stored, place), file=one)
-    return kept
+    stored = {name: tensor.stored for name, tensor in tensors.items()}
+    locations = joined_experts.locations(wanted, stored)
+    joined = {location.tensor for location in locations.values()}
+    split = {name: tensor for name, tensor in tensors.items() if name not in joined}
+    for name, location in locations.items():
+        every = tensors[location.tensor]
+        one = joined_experts.OneExpert(every.file, every.name, location)
+        split[name] = every._replace(stored=joined_experts.one_of(every.stored, location), file=one)
+    return split

@@ -73,7 +73,7 @@ def _differs(tensors: Mapping[str, StoredTensor]) -> bool:
     head, embedding = tensors[HEAD], tensors[EMBEDDING]
     if head.stored.shape != embedding.stored.shape:
         return True
-    ours, theirs = (tensor.file.get_slice(tensor.name) for tensor in (head, embedding))
+    a, b = (tensor.file.get_slice(tensor.name) for tensor in (head, embedding))
     count = head.stored.shape[0]
     bounds = (slice(first, min(first + ROWS, count)) for first in range(0, count, ROWS))
-    return any(not np.array_equal(ours[rows], theirs[rows]) for rows in bounds)
+    return any(not np.array_equal(a[rows], b[rows]) for rows in bounds)

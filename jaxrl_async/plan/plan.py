@@ -300,7 +300,7 @@ def load_of(config: schema.Config, spec: ModelSpec, held: Held, lengths: Histogr
     return DecodeLoad(
         rows=rows,
         context=context,
-        read_bytes=read * len(kv.layout.places) * layer_bytes,
+        read_bytes=read * len(kv.layout.by_layer) * layer_bytes,
         kernel=pair and replace(pair, flops=read * pair.flops),
     )
 

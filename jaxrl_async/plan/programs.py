@@ -23,7 +23,7 @@ from jaxrl_async.model.decoder import TokenRows
 from jaxrl_async.model.dropout import Noise
 from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of
 from jaxrl_async.model.kernels import page_head_dim
-from jaxrl_async.model.lora import beside, lora_of, trained_table
+from jaxrl_async.model.lora import combined, lora_of, trained_table
 from jaxrl_async.model.own_spec import own_spec
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
 from jaxrl_async.plan.chips import Slice
@@ -167,7 +167,7 @@ def trainer_programs(
         settings = learning(config, places.slices)
         own = LogprobPass(spec, settings, temperature=config.sampler.temperature)
         tokens = TokenRows(*(getattr(micro, name) for name in TOKENS_OF_A_PASS))
-        whole = params if frozen.base is None else beside(frozen.base, params)
+        whole = params if frozen.base is None else combined(frozen.base, params)
         programs["logprobs"] = own.lower(whole, tokens)
     # The head is computed in a loop over chunks of tokens; log-probs of all tokens are needed.
     chunks = -(-step.micro_rows * config.row_length // config.trainer.logprob_chunk)
@@ -264,7 +264,7 @@ def sampler_programs(
     plan = kv_plan(spec, config.sampler, dtype, mesh=mesh, keep_routing=keeps)
     engine = build_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
     sent, once = arrived(config.weights, config.model, spec, mesh)
-    params = sent if once is None else beside(once, sent)
+    params = sent if once is None else combined(once, sent)
     chunk = prefill_shapes(config, engine.spec)
     context_pages = context_pages_of(engine.spec, config.sampler.max_length)
     mixes = requested_mixes(config)
@@ -320,7 +320,7 @@ def pair_kernel(engine: EngineSpec) -> Kernel | None:
     pages."""
     if not engine.ragged:
         return None
-    model, layers = engine.model, len(engine.kv_layout.places)
+    model, layers = engine.model, len(engine.kv_layout.by_layer)
     tensor = 1 if engine.mesh is None else engine.mesh.shape["tensor"]
     heads = model.heads // (1 if model.kv_heads % tensor else tensor)
     keys = values = model.cached_shape[2]

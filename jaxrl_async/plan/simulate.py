@@ -140,7 +140,7 @@ class _Run:
         self.to_score: deque[_Group] = deque()  # wait for a scorer
         # the trainer
         self.waits = True  # whether it waits for groups
-        self.step_from = self.learnt_at = 0.0
+        self.step_from = self.trained_at = 0.0
         self.waits_to_publish = False
         events = FleetEvents(on_finished=self.finished, on_taken=self.taken_by, on_live=self.freed)
         self.fleet = SimulatedFleet(pipeline, self.time, events, seed)
@@ -292,12 +292,12 @@ class _Run:
         tokens += len(groups) * self.p.group_size * self.p.prompt_tokens
         update_s = self.p.update_s + tokens * self.p.update_token_s
         self.totals.train_s += update_s
-        self.time.after(update_s, self.learnt)
+        self.time.after(update_s, self.finish_update)
 
-    def learnt(self) -> None:
+    def finish_update(self) -> None:
         """Finish an update, which makes a new version."""
         self.version += 1
-        self.learnt_at = self.time.now
+        self.trained_at = self.time.now
         self.publish()
 
     def publish(self) -> None:
@@ -315,7 +315,7 @@ class _Run:
         """Start the transfer to the samplers; the next step begins."""
         self.fleet.send(self.version)
         totals, now = self.totals, self.time.now
-        totals.publish_s += now - self.learnt_at
+        totals.publish_s += now - self.trained_at
         totals.step_s += now - self.step_from
         totals.updates += 1
         saves = self.p.save_every and self.version % self.p.save_every == 0

@@ -124,7 +124,7 @@ def planned_forks(
         for at in places:
             point = ForkPoint(trunk, begin + at)
             request = make_request(
-                label, prompt, member, 1, episode.token_ids[: point.place], limits
+                label, prompt, member, 1, episode.token_ids[: point.start], limits
             )
             request = replace(
                 request, max_new_tokens=min(request.max_new_tokens, limits.max_new_tokens - at)
@@ -191,7 +191,7 @@ async def drawn_forks(
 def _continuation(
     fork: Fork, completion: Completion, trunk: Episode, limits: EpisodeLimits
 ) -> Continuation:
-    prefix, place = fork.request.token_ids, fork.point.place
+    prefix, place = fork.request.token_ids, fork.point.start
     check_kept(completion, limits, place)
     turn = Turn(completion=completion, reply=NOTHING)
     episode = replace(assemble_episode(prefix, [turn], completion.stop), peers=fork.point.name)

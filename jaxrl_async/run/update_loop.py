@@ -12,7 +12,7 @@ from jaxrl_async.errors import TrainingError
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.profiling import NO_TRACES, StepTraces
 from jaxrl_async.run.lockstep import StopRequests
-from jaxrl_async.trainer.trainer import lost
+from jaxrl_async.trainer.trainer import skip_message
 
 
 class Work(Protocol):
@@ -76,7 +76,7 @@ def stop_if_lost(skipped: int, config: Config, *, blown_up: bool = False) -> Non
     blown_up: the last step was skipped because it would have made non-finite weights.
     """
     if skipped >= config.trainer.max_skipped_steps:
-        raise TrainingError(lost(skipped, blown_up=blown_up))
+        raise TrainingError(skip_message(skipped, blown_up=blown_up))
 
 
 # ---- the next examples, made on a separate thread while devices compute with the previous ones

@@ -274,11 +274,11 @@ class Notices:
         for line in self._outages.reports():
             self._report(line)
         stats = self._buffer()
-        steps = stats.barren // self._per_step
+        steps = stats.without_signal // self._per_step
         if steps > self._reported_steps:
             self._report(
-                f"{stats.barren} groups in a row were dropped, {steps} steps' worth: they have no "
-                f"training signal ({stats.no_signal})"
+                f"{stats.without_signal} groups in a row were dropped, {steps} steps' worth: they "
+                f"have no training signal ({stats.no_signal})"
             )
         self._reported_steps = steps
 

@@ -1,8 +1,8 @@
-"""What a teacher says about the generated tokens of episodes. Needs no JAX.
+"""A teacher's log-probs of the generated tokens of episodes. Needs no JAX.
 
     contexts of an episode ──> in the teacher's tokens ──> log-probs ──> of the policy's tokens
 
-teacher_service asks a server for the log-probs, teacher_here a model in this process.
+teacher_service asks a server for the log-probs, in_process_teacher a model in this process.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxrl_async.errors import EndpointMisset, GivenUp
-from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.prompt_logprobs import ContextLogprobs
+from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.teachers.text_spans import Spans
 from jaxrl_async.types import (
     BoolArray,
@@ -39,32 +39,32 @@ class EpisodeTeacher:
     def __init__(
         self,
         name: str,
-        who: str,
+        description: str,
         *,
         top_k: int,
         named_tokens: int,
-        others: OtherTokens | None = None,
+        retokenizer: Retokenizer | None = None,
     ) -> None:
         """Ask nothing yet.
 
         Args:
             name: of the teacher.
-            who: what it is, for messages.
+            description: of the teacher, for messages.
             top_k: likeliest tokens of each position; 0: none.
             named_tokens: number of the policy's tokens that the teacher can be asked about; the
                 others only pad the policy's vocabulary.
-            others: the policy's tokenizer and the teacher's; None: they are the same.
+            retokenizer: the policy's tokenizer and the teacher's; None: they are the same.
         """
-        self.setting, self.name, self._who = f"teachers.{name}", name, who
-        self._top_k, self._named_tokens, self._others = top_k, named_tokens, others
+        self.setting, self.name, self._description = f"teachers.{name}", name, description
+        self._top_k, self._named_tokens, self._retokenizer = top_k, named_tokens, retokenizer
         self._counts = dict.fromkeys(COUNTS, 0.0)
-        if others is not None:
+        if retokenizer is not None:
             self._counts["unaligned_tokens"] = 0.0
 
     @property
-    def reads_other_tokens(self) -> bool:
+    def retokenizes(self) -> bool:
         """Whether the teacher has another tokenizer than the policy."""
-        return self._others is not None
+        return self._retokenizer is not None
 
     def counts(self) -> Mapping[str, float]:
         """Return the counters since the start, by the last part of their metrics' names."""
@@ -74,7 +74,7 @@ class EpisodeTeacher:
         """Count a group that waited for too long; return the error that drops it."""
         self._counts["dropped_groups"] += 1
         return GivenUp(
-            f"prompt {prompt_id}: the group waited {waited_s:.0f} s for {self._who} "
+            f"prompt {prompt_id}: the group waited {waited_s:.0f} s for {self._description} "
             f"({self.setting}.max_wait_s) and is dropped. Raise that, or concurrency, or use a "
             "faster teacher."
         )
@@ -104,76 +104,76 @@ class EpisodeTeacher:
         Raises RolloutError and EndpointMisset.
         """
         ends = (*episode.starts[1:], len(episode.token_ids))
-        head = head_of(episode, prompt, of_episode=self._others is not None)
-        parts: list[_Said] = []
+        head = head_of(episode, prompt, of_episode=self._retokenizer is not None)
+        parts: list[_TokenLogprobs] = []
         for start, end in zip(episode.starts, ends, strict=True):
-            strange = np.flatnonzero(episode.token_ids[start:end] >= self._named_tokens)
-            token_ids = episode.token_ids[start : start + strange[0] if len(strange) else end]
-            drawn = episode.drawn[start:end]
-            wanted = np.count_nonzero(drawn)
-            drawn = drawn[: len(token_ids)]
-            self._counts["unknown_tokens"] += wanted - np.count_nonzero(drawn)
-            if not drawn.any():
+            beyond = np.flatnonzero(episode.token_ids[start:end] >= self._named_tokens)
+            token_ids = episode.token_ids[start : start + beyond[0] if len(beyond) else end]
+            sampled = episode.drawn[start:end]
+            count = np.count_nonzero(sampled)
+            sampled = sampled[: len(token_ids)]
+            self._counts["unknown_tokens"] += count - np.count_nonzero(sampled)
+            if not sampled.any():
                 continue
             begins = np.array_equal(token_ids[: len(head)], head)
             if opening is not None and not begins and start == 0:
                 raise foreign_beginning(self.setting, prompt)
             shown = (len(head), opening) if opening is not None and begins else (0, NO_TOKENS)
-            said = await self._of_context(token_ids, drawn, *shown, prompt.prompt_id)
-            if said is not None:
-                parts.append(said.moved(start, parts[-1].num_spans if parts else 0))
+            scores = await self._of_context(token_ids, sampled, *shown, prompt.prompt_id)
+            if scores is not None:
+                parts.append(scores.moved(start, parts[-1].num_spans if parts else 0))
         if not parts:
             return unknown(self.name, weight, self._top_k)
-        joined = _Said(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        joined = _TokenLogprobs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
         return TeacherLogprobs(
             teacher=self.name,
             weight=weight,
-            places=joined.places.astype(np.int32),
+            places=joined.indices.astype(np.int32),
             logprobs=joined.logprobs,
             top_ids=joined.top_ids,
             top_logprobs=joined.top_logprobs,
-            spans=None if self._others is None else joined.spans.astype(np.int32),
+            spans=None if self._retokenizer is None else joined.spans.astype(np.int32),
         )
 
     async def _of_context(
         self,
         token_ids: IntArray,
-        drawn: BoolArray,
+        sampled: BoolArray,
         replaced: int,
         opening: IntArray,
         about: object,
-    ) -> "_Said | None":
+    ) -> "_TokenLogprobs | None":
         """Return the log-probs of a context's generated tokens; None: the teacher knows none.
 
         Args:
             token_ids: [length] int32, with at least one that the policy generated.
-            drawn: [length], which ones these are.
+            sampled: [length], which ones these are.
             replaced: number of its first tokens that the teacher does not read.
             opening: what it reads in their place.
             about: as in `of_tokens`.
         """
-        rest, of_rest = token_ids[replaced:], drawn[replaced:]
-        if self._others is None:
-            places = np.flatnonzero(of_rest)
+        rest, of_rest = token_ids[replaced:], sampled[replaced:]
+        if self._retokenizer is None:
+            indices = np.flatnonzero(of_rest)
             read = np.concatenate([opening, rest]).astype(np.int32)
-            found = (await self.of_tokens(read, about)).at(places + len(opening))
-            return _Said(places + replaced, *found, spans=np.arange(len(places)))
-        written = await asyncio.to_thread(self._others.written, rest, of_rest)
+            scores = (await self.of_tokens(read, about)).at(indices + len(opening))
+            return _TokenLogprobs(indices + replaced, *scores, spans=np.arange(len(indices)))
+        written = await asyncio.to_thread(self._retokenizer.retokenize, rest, of_rest)
         spans = written.spans.moved(replaced, len(opening))
-        spans = spans.at(spans.theirs[:, 0] > 0)  # a first token has no log-prob
-        covered = int((spans.ours[:, 1] - spans.ours[:, 0]).sum())
-        self._counts["unaligned_tokens"] += np.count_nonzero(drawn) - covered
+        spans = spans.at(spans.teacher[:, 0] > 0)  # a first token has no log-prob
+        covered = int((spans.policy[:, 1] - spans.policy[:, 0]).sum())
+        self._counts["unaligned_tokens"] += np.count_nonzero(sampled) - covered
         if not covered:
             return None
         read = np.concatenate([opening, written.token_ids]).astype(np.int32)
-        found = await self.of_tokens(read[: spans.theirs[-1, 1]], about)
-        return _of_spans(spans, found, self._others.own_ids if self._top_k else NO_TOKENS)
+        scores = await self.of_tokens(read[: spans.teacher[-1, 1]], about)
+        return _of_spans(spans, scores, self._retokenizer.own_ids if self._top_k else NO_TOKENS)
 
 
-class _Said(NamedTuple):
-    """What a teacher says about n tokens; as in TeacherLogprobs."""
+class _TokenLogprobs(NamedTuple):
+    """A teacher's log-probs of n tokens; as in TeacherLogprobs."""
 
-    places: NDArray[np.integer[Any]]
+    indices: NDArray[np.integer[Any]]
     logprobs: FloatArray
     top_ids: IntArray
     top_logprobs: FloatArray
@@ -184,35 +184,37 @@ class _Said(NamedTuple):
         """One more than the number of its last span."""
         return int(self.spans[-1]) + 1
 
-    def moved(self, tokens: int, spans: int) -> "_Said":
+    def moved(self, tokens: int, spans: int) -> "_TokenLogprobs":
         """Return the same of tokens behind so many other tokens and spans."""
-        return self._replace(places=self.places + tokens, spans=self.spans + spans)
+        return self._replace(indices=self.indices + tokens, spans=self.spans + spans)
 
 
-def _of_spans(spans: Spans, found: ContextLogprobs, own_ids: IntArray) -> _Said:
-    """Return what a teacher says about a context's spans, at least one.
+def _of_spans(spans: Spans, scores: ContextLogprobs, own_ids: IntArray) -> _TokenLogprobs:
+    """Return a teacher's log-probs of a context's spans, at least one.
 
     Args:
-        spans: of the context; `theirs` are indices into `found`.
-        found: the log-probs of the teacher's tokens.
-        own_ids: the policy's token for each of the teacher's (OtherTokens.own_ids).
+        spans: of the context; `teacher` are indices into `scores`.
+        scores: the log-probs of the teacher's tokens.
+        own_ids: the policy's token for each of the teacher's (Retokenizer.own_ids).
     """
-    widths = spans.ours[:, 1] - spans.ours[:, 0]
+    widths = spans.policy[:, 1] - spans.policy[:, 0]
     ends = np.cumsum(widths) - 1  # index of each span's last token among all spans' tokens
     numbers = np.repeat(np.arange(len(widths)), widths)
     inside = np.arange(len(numbers)) - (ends + 1 - widths)[numbers]
     logprobs = np.zeros(len(numbers), np.float32)
-    logprobs[ends] = [found.logprobs[a:b].sum(dtype=np.float64) for a, b in spans.theirs]
-    top_ids = np.full((len(numbers), found.top_ids.shape[1]), -1, np.int32)
+    logprobs[ends] = [scores.logprobs[a:b].sum(dtype=np.float64) for a, b in spans.teacher]
+    top_ids = np.full((len(numbers), scores.top_ids.shape[1]), -1, np.int32)
     top_logprobs = np.full(top_ids.shape, NO_LOGPROB, np.float32)
     single = spans.one_to_one
-    theirs = found.top_ids[spans.theirs[single, 0]]
-    named = theirs < len(own_ids)
-    ids = np.where(named, own_ids[np.where(named, theirs, 0)] if len(own_ids) else -1, -1)
+    likely_ids = scores.top_ids[spans.teacher[single, 0]]
+    named = likely_ids < len(own_ids)
+    ids = np.where(named, own_ids[np.where(named, likely_ids, 0)] if len(own_ids) else -1, -1)
     top_ids[ends[single]] = ids
-    likely = found.top_logprobs[spans.theirs[single, 0]]
+    likely = scores.top_logprobs[spans.teacher[single, 0]]
     top_logprobs[ends[single]] = likely
-    return _Said(spans.ours[numbers, 0] + inside, logprobs, top_ids, top_logprobs, numbers)
+    return _TokenLogprobs(
+        spans.policy[numbers, 0] + inside, logprobs, top_ids, top_logprobs, numbers
+    )
 
 
 def head_of(episode: Episode, prompt: Prompt, *, of_episode: bool) -> IntArray:

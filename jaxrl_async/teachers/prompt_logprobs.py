@@ -32,10 +32,10 @@ class ContextLogprobs(NamedTuple):
     top_ids: IntArray  # [n, k] int32
     top_logprobs: FloatArray  # [n, k] float32, descending
 
-    def at(self, places: NDArray[np.integer[Any]]) -> "ContextLogprobs":
+    def at(self, indices: NDArray[np.integer[Any]]) -> "ContextLogprobs":
         """Return the log-probs of some of the tokens."""
         return ContextLogprobs(
-            self.logprobs[places], self.top_ids[places], self.top_logprobs[places]
+            self.logprobs[indices], self.top_ids[indices], self.top_logprobs[indices]
         )
 
 
@@ -74,69 +74,72 @@ def read_scores(
     try:
         answer = json.loads(content)
         if protocol == "echo":
-            given = answer["choices"][0]["logprobs"]["token_logprobs"]
+            items = answer["choices"][0]["logprobs"]["token_logprobs"]
         elif protocol == "generate":
-            given = answer["prompt_logprobs"]
+            items = answer["prompt_logprobs"]
         else:
-            given = answer["choices"][0]["prompt_logprobs"]
+            items = answer["choices"][0]["prompt_logprobs"]
     except (ValueError, LookupError, TypeError, RecursionError):
-        said = content[:200].decode(errors="replace")
-        raise UnreadableLogprobs(f"it has no log-probs of the prompt: {said}") from None
-    if not isinstance(given, list) or len(given) < len(token_ids):
-        count = len(given) if isinstance(given, list) else "no"
+        text = content[:200].decode(errors="replace")
+        raise UnreadableLogprobs(f"it has no log-probs of the prompt: {text}") from None
+    if not isinstance(items, list) or len(items) < len(token_ids):
+        count = len(items) if isinstance(items, list) else "no"
         raise UnreadableLogprobs(f"it has log-probs of {count} tokens for {len(token_ids)}")
     if protocol == "echo":
-        return _echoed(given[: len(token_ids)])
-    return _by_id(given, token_ids, top_k, vocab)
+        return _echoed(items[: len(token_ids)])
+    return _by_id(items, token_ids, top_k, vocab)
 
 
-def _echoed(given: Sequence[object]) -> ContextLogprobs:
-    logprobs = [math.nan, *(_logprob(value, place) for place, value in enumerate(given[1:], 1))]
-    none = np.zeros((len(given), 0))
+def _echoed(items: Sequence[object]) -> ContextLogprobs:
+    logprobs = [
+        math.nan,
+        *(_logprob(value, index) for index, value in enumerate(items[1:], 1)),
+    ]
+    none = np.zeros((len(items), 0))
     return ContextLogprobs(np.array(logprobs, np.float32), none.astype(np.int32), none.astype("f4"))
 
 
-def _by_id(given: Sequence[object], token_ids: IntArray, top_k: int, vocab: int) -> ContextLogprobs:
+def _by_id(items: Sequence[object], token_ids: IntArray, top_k: int, vocab: int) -> ContextLogprobs:
     count = len(token_ids)
     logprobs = np.full(count, np.nan, np.float32)
     ids = np.zeros((count, top_k), np.int32)
     likely = np.full((count, top_k), np.nan, np.float32)
-    for place in range(1, count):
-        known = _position(given[place], place)
-        own = int(token_ids[place])
+    for index in range(1, count):
+        known = _position(items[index], index)
+        own = int(token_ids[index])
         if own not in known:
-            raise UnreadableLogprobs(f"position {place} has no log-prob of its token {own}")
-        logprobs[place] = known[own]
+            raise UnreadableLogprobs(f"position {index} has no log-prob of its token {own}")
+        logprobs[index] = known[own]
         best = sorted(known.items(), key=lambda pair: (-pair[1], pair[0]))[:top_k]
         if len(best) < top_k:
             raise UnreadableLogprobs(
-                f"position {place} has {len(best)} likely tokens and not {top_k} (teacher.top_k)"
+                f"position {index} has {len(best)} likely tokens and not {top_k} (teacher.top_k)"
             )
         if beyond := [token for token, _ in best if not 0 <= token < vocab]:
             raise UnreadableLogprobs(
-                f"position {place} names the token {beyond[0]}, and the policy has {vocab}: their "
+                f"position {index} names the token {beyond[0]}, and the policy has {vocab}: their "
                 "vocabularies differ"
             )
-        ids[place] = [token for token, _ in best]
-        likely[place] = [logprob for _, logprob in best]
+        ids[index] = [token for token, _ in best]
+        likely[index] = [logprob for _, logprob in best]
     return ContextLogprobs(logprobs, ids, likely)
 
 
-def _position(given: object, place: int) -> dict[int, float]:
+def _position(items: object, index: int) -> dict[int, float]:
     """Return the log-probs of a position by token id."""
-    if not isinstance(given, Mapping):
-        raise UnreadableLogprobs(f"position {place} is {str(given)[:80]}, not an object")
+    if not isinstance(items, Mapping):
+        raise UnreadableLogprobs(f"position {index} is {str(items)[:80]}, not an object")
     try:
-        return {int(token): _logprob(one["logprob"], place) for token, one in given.items()}
+        return {int(token): _logprob(one["logprob"], index) for token, one in items.items()}
     except (ValueError, TypeError, KeyError) as error:
         if isinstance(error, UnreadableLogprobs):
             raise
-        raise UnreadableLogprobs(f"position {place} is {str(given)[:80]}") from None
+        raise UnreadableLogprobs(f"position {index} is {str(items)[:80]}") from None
 
 
-def _logprob(value: Any, place: int) -> float:
+def _logprob(value: Any, index: int) -> float:
     """Return a log-prob: a finite number; rounding may put it a little above 0."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value > 1e-3:
-        raise UnreadableLogprobs(f"the log-prob of position {place} is {value!r}")
+        raise UnreadableLogprobs(f"the log-prob of position {index} is {value!r}")
     return min(float(value), 0.0)

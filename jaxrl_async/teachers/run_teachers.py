@@ -18,10 +18,10 @@ from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat, Scorer
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
-from jaxrl_async.teachers.other_tokens import OtherTokens
+from jaxrl_async.teachers.in_process_teacher import Compute, InProcessTeacher
+from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
-from jaxrl_async.teachers.teacher_here import Compute, TeacherHere
 from jaxrl_async.teachers.teacher_scorer import TeacherScorer
 from jaxrl_async.teachers.teacher_service import TeacherService
 from jaxrl_async.types import BoolArray, Episode, Prompt, Score
@@ -72,15 +72,15 @@ class RunTeachers:
         outages = outages or Outages(count=faults.add)
         top_k = section.top_k if section is not None and section.form == "loss" else 0
         self.tokenizer = tokenizer
-        self.own = _Other(tokenizer, chat, None)
+        self.own = _ChatTokenizer(tokenizer, chat, None)
         self.of_others = {
-            name: _Other.of(one.tokenizer, tokenizer, chat)
+            name: _ChatTokenizer.of(one.tokenizer, tokenizer, chat)
             for name, one in config.named_teachers.items()
             if one.tokenizer is not None
         }
         self.services: dict[str, EpisodeTeacher] = {}
         for name, one in config.named_teachers.items():
-            others = self.of_others[name].tokens if name in self.of_others else None
+            retokenizer = self.of_others[name].retokenizer if name in self.of_others else None
             k = 0 if name == reference else top_k
             if one.url is not None:
                 self.services[name] = TeacherService(
@@ -90,23 +90,23 @@ class RunTeachers:
                     vocab=vocab,
                     named_tokens=tokenizer.vocab_size,
                     outages=outages,
-                    others=others,
+                    retokenizer=retokenizer,
                 )
             elif name in models:
                 model = models[name]
-                self.services[name] = TeacherHere(
+                self.services[name] = InProcessTeacher(
                     name,
                     model.load,
                     max_tokens=config.trainer.micro_batch_tokens,
                     top_k=k,
-                    named_tokens=model.vocab if others is None else tokenizer.vocab_size,
-                    others=others,
+                    named_tokens=model.vocab if retokenizer is None else tokenizer.vocab_size,
+                    retokenizer=retokenizer,
                 )
 
     def unmatched(self, vocab: int) -> BoolArray:
         """Return which of the policy's tokens the other tokenizer has not, [vocab]; teachers have
         one such tokenizer, as a config rule requires."""
-        (ids, *_) = (other.tokens.own_ids for other in self.of_others.values() if other.tokens)
+        (ids, *_) = (r.own_ids for one in self.of_others.values() if (r := one.retokenizer))
         alone = np.ones(vocab, np.bool_)
         alone[ids[ids >= 0]] = False
         return alone
@@ -145,7 +145,7 @@ class TaskTeachers:
         )
 
     def with_teachers(self, outcome: Scorer) -> Scorer:
-        """Return a scorer that adds what the teachers say to an outcome's scores."""
+        """Return a scorer that adds the teachers' log-probs to an outcome's scores."""
         return TeacherScorer(
             outcome,
             self._choices,
@@ -187,27 +187,29 @@ class TaskTeachers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Other:
+class _ChatTokenizer:
     """A tokenizer with its chat format, and how it writes what the policy's has written."""
 
     tokenizer: Tokenizer
     chat: Callable[[], ChatFormat | None]
-    tokens: OtherTokens | None  # None: it is the policy's
+    retokenizer: Retokenizer | None  # None: it is the policy's
 
     @classmethod
-    def of(cls, folder: str, own: Tokenizer, own_chat: Callable[[], ChatFormat | None]) -> "_Other":
+    def of(
+        cls, folder: str, own: Tokenizer, own_chat: Callable[[], ChatFormat | None]
+    ) -> "_ChatTokenizer":
         """Load the tokenizer of a teacher, next to the policy's. Raises DataError."""
         other = load_tokenizer(folder)
         chat = chat_format(other, Path(folder)) if other.has_chat_template else None
         ends = () if (own_format := own_chat()) is None else own_format.stop_token_ids
         others_ends = other.eos_ids if chat is None else (*chat.stop_token_ids, *other.eos_ids)
-        tokens = OtherTokens(
+        retokenizer = Retokenizer(
             own,
             other,
             own_ends=tuple(dict.fromkeys((*ends, *own.eos_ids))),
             other_end=next(iter(others_ends), None),
         )
-        return cls(other, lambda: chat, tokens)
+        return cls(other, lambda: chat, retokenizer)
 
     def contexts(self, setting: str, one: NamedTeacher, template: str | None) -> TeacherContexts:
         """Return what converts the context of a teacher, or the prompt if it has no context."""
@@ -237,11 +239,11 @@ class _Trial:
                 why,
             )
         opening = None
-        if self._opening is not None and self._service.reads_other_tokens:
+        if self._opening is not None and self._service.retokenizes:
             opening = self._opening(prompt)
         for episode in episodes:
-            found = await self._service.of_episode(episode, 1.0, prompt, opening)
-            if not len(found.places) and self._service.reads_other_tokens:
+            scores = await self._service.of_episode(episode, 1.0, prompt, opening)
+            if not len(scores.places) and self._service.retokenizes:
                 log.warning(
                     "%s: no token of an answer such as %r can be aligned with the teacher's. See "
                     "teacher/<name>/unaligned_tokens",

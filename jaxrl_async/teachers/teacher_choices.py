@@ -53,7 +53,7 @@ class TeacherChoices:
             self.of(prompt)
 
     def _of_record(self, prompt: Prompt) -> TeacherChoice:
-        """Return what the task's function says of a prompt's record. Raises EndpointMisset."""
+        """Return what the task's function returns for a prompt's record. Raises EndpointMisset."""
         assert callable(self.of_task)
         try:
             return self.of_task(record_of(prompt))
@@ -71,17 +71,17 @@ class TeacherChoices:
         """Return a choice as weights by name. Raises EndpointMisset."""
         if choice is None or choice == "":
             return {}
-        given: Any
+        weights: Any
         if isinstance(choice, str):
-            given = {choice: self.weights.get(choice)}
+            weights = {choice: self.weights.get(choice)}
         elif isinstance(choice, Mapping):  # a table's file gives every record all keys
-            given = {name: weight for name, weight in choice.items() if weight is not None}
+            weights = {name: weight for name, weight in choice.items() if weight is not None}
         else:
             try:
-                given = {name: self.weights.get(name) for name in choice}
+                weights = {name: self.weights.get(name) for name in choice}
             except TypeError:
-                given = {choice: None}
-        for name, weight in given.items():
+                weights = {choice: None}
+        for name, weight in weights.items():
             if name not in self.weights:
                 raise EndpointMisset(
                     f"{where} names the teacher {name!r}, and teachers has {self._names}. Correct "
@@ -93,4 +93,4 @@ class TeacherChoices:
                     f"{where} gives the teacher {name} the weight {weight!r}. It must be a finite "
                     "number above 0."
                 )
-        return {name: float(weight) for name, weight in given.items()}
+        return {name: float(weight) for name, weight in weights.items()}

@@ -45,19 +45,19 @@ class TeacherContexts:
 
         opened: what an environment wrote before the policy's first turn; (): the prompt's.
         """
-        given: Any
+        content: Any
         if self._column is None:
-            given = list(opened or prompt.messages) or prompt.text
+            content = list(opened or prompt.messages) or prompt.text
         else:
-            given = prompt.columns.get(self._column)
+            content = prompt.columns.get(self._column)
         where = f"{self._setting}: prompt {prompt.prompt_id}"
         try:
-            if isinstance(given, str) and given:
-                return self._tokenizer.encode_prompt(given, self._template)
-            messages: Any = as_messages(given)
+            if isinstance(content, str) and content:
+                return self._tokenizer.encode_prompt(content, self._template)
+            messages: Any = as_messages(content)
             if not messages or isinstance(messages, str):
                 raise EndpointMisset(
-                    f"{where} has {str(given)[:60]!r} there, not a text or messages. Correct the "
+                    f"{where} has {str(content)[:60]!r} there, not a text or messages. Correct the "
                     "record or the setting."
                 )
             self._chat = self._chat or self._make_chat()

@@ -1,4 +1,4 @@
-"""Scores with what teachers say about each episode. Needs no JAX.
+"""Scores with the log-probs of teachers. Needs no JAX.
 
         ┌─> all other scorers ────────────────────> Scores ─┐
 group ──┤                                                   ├──> Scores with teachers
@@ -24,7 +24,7 @@ wrote before the policy's first turn; [length] int32."""
 
 
 class TeacherScorer:
-    """ports.Scorer: another scorer's scores, with what the episodes' teachers say."""
+    """ports.Scorer: another scorer's scores, with the log-probs of the episodes' teachers."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class TeacherScorer:
 
         Args:
             outcome: scores answers.
-            choices: tells which teachers a prompt has.
+            choices: names the teachers that a prompt has.
             services: the teachers that are asked here; the trainer computes the others.
             max_wait_s: how long a group waits for each of these, seconds; None: any time.
             openings: of the teachers that read something else than the prompt's tokens.
@@ -55,10 +55,10 @@ class TeacherScorer:
         of_prompt = self._choices.of(prompt)
         if self._reference is not None:
             of_prompt[self._reference] = 0.0  # nothing is learned from it
-        asked = side_by_side(
+        calls = side_by_side(
             self._of_teacher(name, weight, episodes, prompt) for name, weight in of_prompt.items()
         )
-        work: tuple[Coroutine[None, None, Any], ...] = (self._outcome(episodes, prompt), asked)
+        work: tuple[Coroutine[None, None, Any], ...] = (self._outcome(episodes, prompt), calls)
         scores, by_teacher = await side_by_side(work)
         return tuple(
             replace(score, teachers=tuple(of_one[number] for of_one in by_teacher))
@@ -68,7 +68,7 @@ class TeacherScorer:
     async def _of_teacher(
         self, name: str, weight: float, episodes: tuple[Episode, ...], prompt: Prompt
     ) -> list[TeacherLogprobs]:
-        """Return what a teacher says about each episode. Raises GivenUp after max_wait_s."""
+        """Return the log-probs of a teacher for each episode. Raises GivenUp after max_wait_s."""
         service = self._services.get(name)
         begin = self._openings.get(name)
         openings = [None if begin is None else begin(prompt, e.opened) for e in episodes]

@@ -20,7 +20,6 @@ from jaxrl_async.judge.judge_client import JsonClient, JudgeRefusal, key_in
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.usercode import run_async
 from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
-from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.prompt_logprobs import (
     ContextLogprobs,
     UnreadableLogprobs,
@@ -28,6 +27,7 @@ from jaxrl_async.teachers.prompt_logprobs import (
     read_scores,
     scoring_body,
 )
+from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.types import IntArray
 
 MAX_ANSWER_BYTES = 2**29
@@ -55,7 +55,7 @@ class TeacherService(EpisodeTeacher):
         vocab: int,
         named_tokens: int,
         outages: Outages,
-        others: OtherTokens | None = None,
+        retokenizer: Retokenizer | None = None,
     ) -> None:
         """Connect to nothing yet. Raises ConfigError if the API key is not in the environment.
 
@@ -67,7 +67,7 @@ class TeacherService(EpisodeTeacher):
             named_tokens: number of these that its tokenizer has; a server may refuse the others,
                 which only pad the policy's vocabulary.
             outages: of the run.
-            others: the policy's tokenizer and the teacher's; None: they are the same.
+            retokenizer: the policy's tokenizer and the teacher's; None: they are the same.
         """
         assert section.url is not None, "teachers with an address are asked"
         super().__init__(
@@ -75,11 +75,11 @@ class TeacherService(EpisodeTeacher):
             f"the teacher {name} at {section.url}",
             top_k=top_k,
             named_tokens=named_tokens,
-            others=others,
+            retokenizer=retokenizer,
         )
         self._section, self._outages = section, outages
-        self._vocab = vocab if others is None else ANY_TOKEN
-        self._route = address_of(section.url, section.protocol)
+        self._vocab = vocab if retokenizer is None else ANY_TOKEN
+        self._address = address_of(section.url, section.protocol)
         self._client = JsonClient(
             key=key_in(f"{self.setting}.key_variable", section.key_variable),
             max_calls=section.concurrency,
@@ -87,7 +87,7 @@ class TeacherService(EpisodeTeacher):
             setting=self.setting,
             max_bytes=MAX_ANSWER_BYTES,
         )
-        self._places = asyncio.Semaphore(section.concurrency)
+        self._slots = asyncio.Semaphore(section.concurrency)
 
     async def of_tokens(self, token_ids: IntArray, about: object) -> ContextLogprobs:
         """Return the log-probs of a context's tokens, [n] int32; as `of_episode`."""
@@ -97,12 +97,12 @@ class TeacherService(EpisodeTeacher):
             nonlocal tries
             self._counts["retries"] += tries > 0
             tries += 1
-            outcome = await run_async(lambda: self._asked(token_ids), None)
+            outcome = await run_async(lambda: self._request(token_ids), None)
             scores: ContextLogprobs = outcome.get()
             return scores
 
         try:
-            return await self._outages.until_answered(self._who, attempt, about=about)
+            return await self._outages.until_answered(self._description, attempt, about=about)
         except (RolloutError, OSError):
             self._counts["failures"] += 1
             raise
@@ -116,8 +116,8 @@ class TeacherService(EpisodeTeacher):
             "A teacher reads the policy's token ids: choose a model of the same family, or name "
             f"its tokenizer ({self.setting}.tokenizer)."
         )
-        if self._others is not None:
-            tokenizer, named = self._others.other, f"{self.setting}.tokenizer"
+        if self._retokenizer is not None:
+            tokenizer, named = self._retokenizer.other, f"{self.setting}.tokenizer"
             advice = "Name the tokenizer of the model that is served there."
 
         for shown in (*PROBES, text):
@@ -127,18 +127,18 @@ class TeacherService(EpisodeTeacher):
                 return tokens
 
             try:
-                ours = tokenizer.encode(shown).tolist()
-                theirs = await self._outages.until_answered(self._who, attempt)
+                expected = tokenizer.encode(shown).tolist()
+                served = await self._outages.until_answered(self._description, attempt)
             except TextTooLong:  # for this run: other texts are compared
                 continue
             except OutageTooLong:
                 raise
             except (EndpointMisset, JudgeRefusal) as error:  # it has no such route
                 return str(error)
-            if theirs != ours:
+            if served != expected:
                 raise EndpointMisset(
                     f"{self.setting} has other tokens than {named}: {shown[:60]!r} is "
-                    f"{theirs[:12]} there and {ours[:12]} here. {advice}"
+                    f"{served[:12]} there and {expected[:12]} here. {advice}"
                 )
         return None
 
@@ -148,13 +148,13 @@ class TeacherService(EpisodeTeacher):
 
     # ---- on the loop for user code
 
-    async def _asked(self, token_ids: IntArray) -> ContextLogprobs:
+    async def _request(self, token_ids: IntArray) -> ContextLogprobs:
         section = self._section
         body = scoring_body(section.protocol, section.model, token_ids, self._top_k)
-        async with self._places:
+        async with self._slots:
             began_s = time.monotonic()
             try:
-                content = await self._client.post(self._route, body, ADVICE)
+                content = await self._client.post(self._address, body, ADVICE)
             finally:
                 self._counts["calls"] += 1
                 self._counts["call_s"] += time.monotonic() - began_s
@@ -164,7 +164,7 @@ class TeacherService(EpisodeTeacher):
             )
         except UnreadableLogprobs as error:
             raise EndpointMisset(
-                f"{self._route} does not answer as {self.setting}.protocol={section.protocol} "
+                f"{self._address} does not answer as {self.setting}.protocol={section.protocol} "
                 f"asks: {error}. Correct {self.setting}."
             ) from None
 

@@ -20,49 +20,49 @@ from jaxrl_async.types import BoolArray, IntArray
 class Spans(NamedTuple):
     """Spans of a text: the tokens of both that cover each, as [first, one after the last]."""
 
-    ours: IntArray  # [spans, 2] int32, indices of the policy's tokens
-    theirs: IntArray  # [spans, 2] int32, indices of the teacher's tokens
+    policy: IntArray  # [spans, 2] int32, indices of the policy's tokens
+    teacher: IntArray  # [spans, 2] int32, indices of the teacher's tokens
 
     @property
     def one_to_one(self) -> BoolArray:
         """Whether a span is one token of both, [spans]."""
-        return (_widths(self.ours) == 1) & (_widths(self.theirs) == 1)
+        return (_widths(self.policy) == 1) & (_widths(self.teacher) == 1)
 
     def at(self, chosen: NDArray[np.bool_]) -> "Spans":
         """Return some of the spans."""
-        return Spans(self.ours[chosen], self.theirs[chosen])
+        return Spans(self.policy[chosen], self.teacher[chosen])
 
-    def moved(self, ours: int, theirs: int) -> "Spans":
+    def moved(self, policy: int, teacher: int) -> "Spans":
         """Return the spans of tokens that stand behind so many others."""
-        return Spans(self.ours + np.int32(ours), self.theirs + np.int32(theirs))
+        return Spans(self.policy + np.int32(policy), self.teacher + np.int32(teacher))
 
 
 NO_SPANS = Spans(np.zeros((0, 2), np.int32), np.zeros((0, 2), np.int32))
 
 
 def spans_of(
-    ours: Sequence[bytes], theirs: Sequence[bytes], usual: Sequence[bytes] | None = None
+    policy: Sequence[bytes], teacher: Sequence[bytes], usual: Sequence[bytes] | None = None
 ) -> Spans:
     """Return the spans of a text that two tokenizers have split, up to where their bytes differ.
 
     Args:
-        ours: bytes of the policy's tokens, each at least one.
-        theirs: bytes of the teacher's tokens. An empty one belongs to the span that follows.
+        policy: bytes of the policy's tokens, each at least one.
+        teacher: bytes of the teacher's tokens. An empty one belongs to the span that follows.
         usual: bytes of the tokens that the policy's tokenizer splits the text into. A span that
             the policy has split in another way is left out: the teacher says how likely the text
             is, and every further way to write it would count as likely. None: keep all spans.
     """
-    our_ends, their_ends = _ends(ours), _ends(theirs)
-    same = _common(b"".join(ours), b"".join(theirs))
-    borders = np.intersect1d(our_ends, their_ends)
+    policy_ends, teacher_ends = _ends(policy), _ends(teacher)
+    same = _common(b"".join(policy), b"".join(teacher))
+    borders = np.intersect1d(policy_ends, teacher_ends)
     borders = borders[(borders > 0) & (borders <= same)]
     if not len(borders):
         return NO_SPANS
-    spans = Spans(_between(our_ends, borders), _between(their_ends, borders))
+    spans = Spans(_between(policy_ends, borders), _between(teacher_ends, borders))
     if usual is None:
         return spans
     begins, usual_ends = np.concatenate([[0], borders]), np.concatenate([[0], _ends(usual)])
-    differing = np.setxor1d(np.concatenate([[0], our_ends]), usual_ends)
+    differing = np.setxor1d(np.concatenate([[0], policy_ends]), usual_ends)
     before = np.searchsorted(differing, begins, side="right")
     return spans.at((np.diff(before) == 0) & np.isin(begins[:-1], usual_ends))
 

@@ -111,7 +111,7 @@ class Credit:
         kl = self.divergence(step.batch, results.proximal, results.reference)
         if self.kl_factors is not None and step.batch.task_ids is not None:
             kl = kl * np.asarray(self.kl_factors, np.float32)[step.batch.task_ids]
-        penalties = step.own_to_groups(kl_coefficient * kl)
+        penalties = step.owned_to_groups(kl_coefficient * kl)
         return less_penalty(data, penalties, self.level)
 
     def divergence(
@@ -199,9 +199,9 @@ def covariance_rank(
     if len(logs):
         covariance = (logs - logs.mean()) * (values - values.mean())
         order = np.argsort(-covariance, kind="stable")
-        places = np.empty(len(order))
-        places[order] = np.arange(len(order))
-        rank[mask] = places / len(order)
+        ranks = np.empty(len(order))
+        ranks[order] = np.arange(len(order))
+        rank[mask] = ranks / len(order)
     return rank
 
 

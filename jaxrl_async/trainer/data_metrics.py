@@ -74,16 +74,16 @@ OF_TASKS = {
 def task_measures(groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
     """Report number, rewards, lengths and staleness of each task's groups; {}: the run has one
     task. Arguments as for `group_measures`."""
-    found: dict[str, float] = {}
+    measures: dict[str, float] = {}
     for name in sorted({group.prompt.task for group in groups} - {""}):
-        own = [group for group in groups if group.prompt.task == name]
-        found[f"task/{name}/groups"] = float(len(own))
-        for key, value in group_measures(own, version).items():
+        of_task = [group for group in groups if group.prompt.task == name]
+        measures[f"task/{name}/groups"] = float(len(of_task))
+        for key, value in group_measures(of_task, version).items():
             if key.startswith("reward/"):
-                found[f"task/{name}/{key}"] = value
+                measures[f"task/{name}/{key}"] = value
             elif key in OF_TASKS:
-                found[f"task/{name}/{OF_TASKS[key]}"] = value
-    return found
+                measures[f"task/{name}/{OF_TASKS[key]}"] = value
+    return measures
 
 
 def _length_counts(lengths: IntArray) -> dict[str, float]:
@@ -136,16 +136,16 @@ def _mask_measures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     """Report the mean number of tokens in a sampling mask; {} without masks."""
     masks = [e.kept for g in groups for e in g.episodes if e.kept is not None]
     sizes = [m.sizes for m in masks]
-    drawn = sum(int(np.count_nonzero(of_tokens)) for of_tokens in sizes)
+    sampled = sum(int(np.count_nonzero(of_tokens)) for of_tokens in sizes)
     kept = sum(int(of_tokens.sum(dtype=np.int64)) for of_tokens in sizes)
-    return {"rollout/kept_mean": kept / drawn} if drawn else {}
+    return {"rollout/kept_mean": kept / sampled} if sampled else {}
 
 
 def _lags_of(groups: Sequence[EpisodeGroup], version: int) -> IntArray:
     """Return the trainer's version minus the token's, for all sampled tokens in order."""
     episodes = [e for g in groups for e in g.episodes]
-    drawn = np.concatenate([e.drawn for e in episodes])
-    return version - np.concatenate([e.versions for e in episodes])[drawn]
+    sampled = np.concatenate([e.drawn for e in episodes])
+    return version - np.concatenate([e.versions for e in episodes])[sampled]
 
 
 def _lag_measures(groups: Sequence[EpisodeGroup], version: int, lags: IntArray) -> dict[str, float]:

@@ -40,7 +40,7 @@ from jaxrl_async.model.divergence import (
     log_softmax_of,
     lumped,
 )
-from jaxrl_async.model.logprobs import after, over_chunks, placed
+from jaxrl_async.model.logprobs import after, at_targets, over_chunks
 from jaxrl_async.model.spec import ModelSpec, Params
 
 MIN_REST = 1e-7
@@ -123,7 +123,7 @@ def teacher_advantages(
 
 
 class TeacherSpans(NamedTuple):
-    """What teachers with another tokenizer say about spans of tokens; each span lies in one row."""
+    """Log-probs of spans of tokens by teachers with another tokenizer; each span is in one row."""
 
     # [B, T, n] int32, index in the row of the last token of the token's span, for each of n
     # teachers; -1: the token is in none
@@ -142,16 +142,16 @@ def distill_spans(logprobs: Array, spans: TeacherSpans, measure: Divergence) -> 
     length = logprobs.shape[1]
 
     def totals(of_row: Array, last: Array) -> Array:
-        place = jnp.where(last < 0, length, last)
-        return jnp.zeros_like(of_row).at[place].add(of_row, mode="drop")
+        index = jnp.where(last < 0, length, last)
+        return jnp.zeros_like(of_row).at[index].add(of_row, mode="drop")
 
     of_teachers = jax.vmap(jax.vmap(totals, in_axes=(None, 1), out_axes=1))
     students = of_teachers(logprobs, spans.last)
     is_last = spans.last == jnp.arange(length)[None, :, None]
     student = jnp.stack([students, _log_rest(students)], axis=-1)
     teacher = jnp.where(is_last, jax.lax.stop_gradient(spans.logprobs), 0.0)
-    apart = measure(student, jnp.stack([teacher, _log_rest(teacher)], axis=-1))
-    return jnp.where(is_last, apart, 0.0)
+    divergence = measure(student, jnp.stack([teacher, _log_rest(teacher)], axis=-1))
+    return jnp.where(is_last, divergence, 0.0)
 
 
 def _log_rest(logprobs: Array) -> Array:
@@ -181,10 +181,10 @@ def sorted_distance(
     not this token; teacher_logprobs [tokens, k].
     """
     k = min(teacher_ids.shape[-1], student.shape[-1])
-    given = jnp.exp(jax.lax.stop_gradient(teacher_logprobs.astype(jnp.float32)))
-    theirs = jax.lax.top_k(jnp.where(teacher_ids < 0, given, 0.0), k)[0]
-    ours = jax.lax.top_k(jnp.where(alone, jnp.exp(student), 0.0), k)[0]
-    return jnp.sum(jnp.where(theirs > 0, jnp.abs(ours - theirs), 0.0), axis=-1)
+    probs = jnp.exp(jax.lax.stop_gradient(teacher_logprobs.astype(jnp.float32)))
+    teacher = jax.lax.top_k(jnp.where(teacher_ids < 0, probs, 0.0), k)[0]
+    own = jax.lax.top_k(jnp.where(alone, jnp.exp(student), 0.0), k)[0]
+    return jnp.sum(jnp.where(teacher > 0, jnp.abs(own - teacher), 0.0), axis=-1)
 
 
 class TeacherTop(NamedTuple):
@@ -219,29 +219,29 @@ def distill_rows(
 
     def compared(student: Array, ids: Array, logprobs: Array) -> Array:
         known = jnp.where(ids < 0, MIN_LOGPROB, logprobs)
-        apart = measure(*_outcomes(student, ids, known))
+        gap = measure(*_outcomes(student, ids, known))
         if unmatched is None:
-            return apart
-        return apart + unmatched.weight * sorted_distance(student, unmatched.alone, ids, logprobs)
+            return gap
+        return gap + unmatched.weight * sorted_distance(student, unmatched.alone, ids, logprobs)
 
     def one_chunk(
         x: Array, target: Array, ids: Array, logprobs: Array, *weights: Array
     ) -> TokenDivergence:
         student = log_softmax_of(x, head, settings.temperature, spec.scales)
-        drawn = jnp.take_along_axis(student, target[:, None], axis=-1)[:, 0]
+        sampled = jnp.take_along_axis(student, target[:, None], axis=-1)[:, 0]
         if not weights:
-            apart = compared(student, ids, logprobs)
+            gap = compared(student, ids, logprobs)
         else:
             of_each = weights[0].T  # [teachers, tokens]
             parts = (jnp.split(a, len(of_each), axis=-1) for a in (ids, logprobs))
             each = zip(of_each, *parts, strict=True)
-            apart = sum(w * compared(student, i, p) for w, i, p in each)
-        return TokenDivergence(drawn, entropy_of(student), apart)
+            gap = sum(w * compared(student, i, p) for w, i, p in each)
+        return TokenDivergence(sampled, entropy_of(student), gap)
 
-    given = (a for a in (tokens.token_ids, *teacher[:3]) if a is not None)
-    inputs = (after(a, layout) for a in given)
+    columns = (a for a in (tokens.token_ids, *teacher[:3]) if a is not None)
+    inputs = (after(a, layout) for a in columns)
     measured = over_chunks(one_chunk, (hidden, *inputs), chunk=settings.chunk, layout=layout)
-    in_rows = [placed(values, tokens.segment_ids, layout) for values in measured[:3]]
+    in_rows = [at_targets(values, tokens.segment_ids, layout) for values in measured[:3]]
     if teacher.spans is not None and teacher.weights is not None:
         of_spans = distill_spans(in_rows[0], teacher.spans, measure)
         in_rows[2] += jnp.sum(teacher.weights * of_spans, axis=-1)

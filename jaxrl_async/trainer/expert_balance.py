@@ -62,12 +62,12 @@ class ExpertBalance:
         if chosen is None:
             return params
         steps = self.section.bias_rate * correction_step(chosen)
-        place = {layer: i for i, layer in enumerate(self.spec.routed_layers)}
+        row = {layer: i for i, layer in enumerate(self.spec.routed_layers)}
         after = dict(params)
         for stack, numbers in self.spec.stacks.items():
             if CORRECTION in params[stack]:
-                own = steps[jnp.array([place[layer] for layer in numbers])]
-                after[stack] = {**params[stack], CORRECTION: params[stack][CORRECTION] + own}
+                correction = steps[jnp.array([row[layer] for layer in numbers])]
+                after[stack] = {**params[stack], CORRECTION: params[stack][CORRECTION] + correction}
         return after
 
 

@@ -41,8 +41,8 @@ def train_flops(
         reference: add a forward pass of the reference.
         lora: the trained adapter; None: all weights are trained.
     """
-    learnt = np.count_nonzero(batch.mask | batch.supervised)
-    unread = np.count_nonzero(batch.segment_ids) - learnt
+    trained = np.count_nonzero(batch.mask | batch.supervised)
+    unread = np.count_nonzero(batch.segment_ids) - trained
     head = 2 * spec.vocab * spec.width * float(unread)
     learning = learning_flops(spec, *_lengths(spec, batch), lora) - (2 if lora else 3) * head
     return learning + forward_flops(spec, batch) - head if reference else learning
@@ -77,10 +77,10 @@ def forward_flops(spec: ModelSpec, batch: PackedBatch) -> float:
 
 def _lengths(spec: ModelSpec, batch: PackedBatch) -> tuple[float, float]:
     """Return the arguments of flops_of_lengths for a batch: tokens, squares."""
-    places = batch.positions[batch.segment_ids > 0].astype(np.float64)
+    positions = batch.positions[batch.segment_ids > 0].astype(np.float64)
     windows = [kind.window or np.inf for kind in spec.kinds if not kind.is_linear]
-    squares = {w: float((2 * np.minimum(places, w - 1) + 1).sum()) for w in set(windows)}
-    return float(len(places)), sum(squares[w] for w in windows) / spec.layers
+    squares = {w: float((2 * np.minimum(positions, w - 1) + 1).sum()) for w in set(windows)}
+    return float(len(positions)), sum(squares[w] for w in windows) / spec.layers
 
 
 def attended_length(spec: ModelSpec, length: float) -> float:
@@ -124,14 +124,14 @@ def packing_measures(
     With shared prefixes also the share of the contexts' tokens that need no computation. `rows`
     includes the padding rows of the last micro-batch.
     """
-    laid = np.count_nonzero(batch.segment_ids)
+    packed = np.count_nonzero(batch.segment_ids)
     measures = {
         "train/rows": float(rows),
         "train/micro_batches": float(passes),
-        "train/packing": laid / (rows * batch.mask.shape[1]),
+        "train/packing": packed / (rows * batch.mask.shape[1]),
     }
     if shares_prefixes:
         ends = np.diff(batch.segment_ids, axis=1, append=0) != 0
         whole = int((batch.positions[ends & (batch.segment_ids > 0)] + 1).sum())
-        measures["train/shared_tokens"] = 1 - laid / max(whole, 1)
+        measures["train/shared_tokens"] = 1 - packed / max(whole, 1)
     return measures

@@ -62,7 +62,7 @@ from jaxrl_async.trainer.step_data import (
     deal,
     pack_step,
     shown_episodes,
-    sights_of,
+    views_of,
 )
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
 from jaxrl_async.trainer.update import Update
@@ -160,7 +160,7 @@ NO_COMPANIONS = Companions()
 T = TypeVar("T")
 
 
-def _lent(function: Callable[..., T], choice: Choice) -> Callable[..., T]:
+def _read_only(function: Callable[..., T], choice: Choice) -> Callable[..., T]:
     """Return a host-side function of the step's data; a user's function cannot change the data."""
     return lending(function) if is_own(name_of(choice)) else function
 
@@ -180,7 +180,7 @@ class LearnerSettings:
     sampler_columns: SamplerColumns = NO_SAMPLER_COLUMNS
     tasks: tuple[str, ...] = ()  # names of several that train differently; (): one, or alike
     seed: int = 0  # of the mini-batches and of pairs
-    sights_every: int = 0  # interval at which `sights` are kept, versions; 0: never
+    views_every: int = 0  # interval at which `views` are kept, versions; 0: never
 
 
 def _frozen_models(settings: LearnerSettings, companions: Companions) -> FrozenModels:
@@ -214,7 +214,7 @@ def _credit(
     return Credit(
         algorithm=algorithm,
         teacher=settings.teacher,
-        advantage=_lent(estimator, algorithm.advantage),
+        advantage=_read_only(estimator, algorithm.advantage),
         level=advantage.facts_of(estimator).level,
         kl=objective.recipe.kl,
         columns=columns,
@@ -226,7 +226,7 @@ def _credit(
 def _shapings(settings: LearnerSettings) -> tuple[ShapingFn, ...]:
     """Return the functions that shape rewards, in order. Raises ConfigError."""
     chosen = tuple(
-        bounded(_lent(shaping.resolve(choice), choice), choice)
+        bounded(_read_only(shaping.resolve(choice), choice), choice)
         for choice in settings.algorithm.shaping
     )
     if settings.pairs is None:
@@ -238,14 +238,14 @@ def _shapings(settings: LearnerSettings) -> tuple[ShapingFn, ...]:
 class Demonstrations:
     """The demonstrations that are mixed in. A resumed run continues after those it has taken."""
 
-    def __init__(self, pairs: Iterator[Pair] | None, each_step: int) -> None:
-        """pairs: None: none are mixed in. each_step: number that one step takes."""
-        self._pairs, self._each_step, self.taken = pairs, each_step, 0
+    def __init__(self, pairs: Iterator[Pair] | None, per_step: int) -> None:
+        """pairs: None: none are mixed in. per_step: number that one step takes."""
+        self._pairs, self._per_step, self.taken = pairs, per_step, 0
 
     def of_step(self) -> list[Pair]:
         """Take those of one step."""
         pairs = self._pairs
-        return [] if pairs is None else [self._next(pairs) for _ in range(self._each_step)]
+        return [] if pairs is None else [self._next(pairs) for _ in range(self._per_step)]
 
     def skip_to(self, taken: float) -> None:
         """Skip the first ones, until this number has been taken."""
@@ -274,7 +274,7 @@ class Learner:
         self._objective, self._probe = step.objective, ProbePass(step.objective.spec, step.settings)
         self._shapings = _shapings(settings)
         self._demonstrations = Demonstrations(companions.pairs, self._algorithm.supervised_batch)
-        self.sights: list[TokenView] = []  # of the last step, if it keeps them
+        self.views: list[TokenView] = []  # of the last step, if it keeps them
         self.frozen = _frozen_models(settings, companions)
         self.critic_state = companions.critic_state
         self.coefficients = SteeredCoefficients(
@@ -285,7 +285,7 @@ class Learner:
         self._gradients = None
         if any(one.gradient_every for one in components.values()):
             self._gradients = component_gradients.ComponentGradients(step, components)
-        self._most_missing = 0  # maximum number of updates that a step lacked
+        self._max_missing = 0  # maximum number of updates that a step lacked
 
     # ---- state in a checkpoint
 
@@ -347,7 +347,7 @@ class Learner:
         num_passes = results.num_passes
         results, of_teachers = self._ask_teachers(step, results, device_lock)
         step, credit_report = self.credit(step, results, self.coefficients.current.kl)
-        self.sights = self._look(step, groups, results, version, device_lock)
+        self.views = self._token_views(step, groups, results, version, device_lock)
         report = self._update(step, version, device_lock)
         self._report_pairs(report, credit_report)
         report["train/flops"] += num_passes * forward_flops(self._objective.spec, step.batch)
@@ -358,7 +358,7 @@ class Learner:
     def _ask_teachers(
         self, step: PackedStep, results: PassResults, device_lock: DeviceGuard
     ) -> tuple[PassResults, dict[str, float]]:
-        """Add what the teachers by name say to the passes' results; also return their report."""
+        """Add the named teachers' log-probs to the passes' results; also return their report."""
         teachers, section = self._companions.teachers, self._teacher
         if teachers is None:
             return results, {}
@@ -372,7 +372,7 @@ class Learner:
             return results._replace(top_k=advice.columns), advice.report
         return results._replace(teachers_gap=advice.gap), advice.report
 
-    def _look(
+    def _token_views(
         self,
         step: PackedStep,
         groups: Sequence[EpisodeGroup],
@@ -385,14 +385,14 @@ class Learner:
         Their log-probs need one more pass over these few sequences, unless they are known. Its
         program is compiled once, and `train/flops` does not count it.
         """
-        every, own = self._settings.sights_every, self._companions.own_pass
+        every, own = self._settings.views_every, self._companions.own_pass
         if own is None or not every or (version + 1) % every:
             return []
 
         def logprobs_of(batch: PackedBatch) -> FloatArray:
             return own.logprobs(self.whole(self.params), batch, device_lock, replays=True)
 
-        return sights_of(step, shown_episodes(groups), results.proximal, logprobs_of)
+        return views_of(step, shown_episodes(groups), results.proximal, logprobs_of)
 
     def _report_pairs(self, report: dict[str, float], of_pairs: dict[str, float]) -> None:
         """Replace the token loss in the report by the pairs' loss, if pairs are trained."""
@@ -408,8 +408,8 @@ class Learner:
         """Run the forward passes that the step needs before its update."""
         has, columns, results = self._companions, self.credit.columns, PassResults()
         if has.own_pass is not None and "proximal_logprobs" in columns:
-            own = self.whole(self.params)
-            proximal = has.own_pass.logprobs(own, batch, device_lock, replays=True)
+            policy = self.whole(self.params)
+            proximal = has.own_pass.logprobs(policy, batch, device_lock, replays=True)
             results = results._replace(proximal=proximal)
         reads = "reference_logprobs" in columns and self.frozen.reference is not None
         if has.own_pass is not None and reads:
@@ -419,7 +419,7 @@ class Learner:
             results = results._replace(reference=reference)
         section = self._teacher
         if has.teacher_pass is not None and section is not None and section.form == "advantage":
-            teacher = has.teacher_pass.logprobs(self._whole_teacher, batch, device_lock)
+            teacher = has.teacher_pass.logprobs(self._teacher_params, batch, device_lock)
             results = results._replace(teacher=teacher)
         if has.critic is not None and self.critic_state is not None:
             values, last = has.critic.values(self.critic_state.params, batch, device_lock)
@@ -437,7 +437,7 @@ class Learner:
         return section.top_k_of if section is not None and compares else None
 
     @property
-    def _whole_teacher(self) -> Params:
+    def _teacher_params(self) -> Params:
         """The teacher's parameters for a pass; an adapter is joined to the base."""
         return self.whole(self.frozen.teacher)
 
@@ -448,9 +448,9 @@ class Learner:
         own_pass = self._companions.own_pass
         if self._top_k_of == "student" and own_pass is not None:
             ids, _ = own_pass.top(self.whole(self.params), batch, device_lock)
-            logprobs = teacher_pass.logprobs_at(self._whole_teacher, batch, ids, device_lock)
+            logprobs = teacher_pass.logprobs_at(self._teacher_params, batch, ids, device_lock)
         else:
-            ids, logprobs = teacher_pass.top(self._whole_teacher, batch, device_lock)
+            ids, logprobs = teacher_pass.top(self._teacher_params, batch, device_lock)
         return {"teacher_ids": ids, "teacher_logprobs": logprobs}
 
     def _update(self, step: PackedStep, version: int, device_lock: DeviceGuard) -> dict[str, float]:
@@ -503,11 +503,11 @@ class Learner:
     def _frozen_of(self, step: PackedStep) -> Frozen:
         """Return the frozen weights of the step's policy updates."""
         section = self._teacher
-        whole_teacher = section is not None and section.form == "loss" and not section.top_k
+        compares_all = section is not None and section.form == "loss" and not section.top_k
         looked_up = "reference_logprobs" in step.rows.columns
         return Frozen(
             reference=None if looked_up else self.frozen.reference,
-            teacher=self.frozen.teacher if whole_teacher else None,
+            teacher=self.frozen.teacher if compares_all else None,
             base=self._base,
         )
 
@@ -549,12 +549,12 @@ class Learner:
         if critic:
             critic = critic | {"weights": token_mean(step.batch) * np.float32(times)}
         rows = StepRows(step.batch, columns, critic)
-        return times, (rows.at(step.index.places_of(part)) for part in dealt)
+        return times, (rows.at(step.index.select(part)) for part in dealt)
 
     def _warn_of_missing(self, missing: int) -> None:
         """Warn each time that a step lacks more updates than any step before."""
-        if missing > self._most_missing:
-            self._most_missing = missing
+        if missing > self._max_missing:
+            self._max_missing = missing
             log.warning(
                 "a step makes %d updates fewer than algorithm.epochs and algorithm.minibatches "
                 "(%d) ask for: it has fewer sequences to learn from. Lower algorithm.minibatches, "

@@ -21,7 +21,7 @@ from jaxrl_async.algorithms.columns import COLUMNS, Source
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import DataError
 from jaxrl_async.trainer.learning_settings import MicroSizes
-from jaxrl_async.trainer.prefix_plan import LaidContext, PrefixKey, plan_rows, prefix_key
+from jaxrl_async.trainer.prefix_plan import PackedContext, PrefixKey, plan_rows, prefix_key
 from jaxrl_async.trainer.token_columns import (
     NO_MASK,
     NO_SAMPLER_COLUMNS,
@@ -58,7 +58,7 @@ class TrainSequence:
     advantages: FloatArray  # [length] float32
     group: int | None = None  # index of its group in the step; None: a separate group
     supervised: bool = False  # a demonstration: its mask is trained by likelihood
-    drawn: BoolArray | None = None  # [length] the tokens with masks in `kept`; None: the mask
+    sampled: BoolArray | None = None  # [length] the tokens with masks in `kept`; None: the mask
     kept: KeptTokens | None = None  # sampling masks
     expert_ids: IntArray | None = None  # [length, layers, k] as in Episode
     starts: tuple[int, ...] = (0,)  # first index of each context, as in Episode
@@ -99,16 +99,16 @@ def pack(
         layout["offsets"] = (), np.int32
     batch = _empty(len(rows), row_length, layout)
     if lengths:
-        laid = _laid(rows, lengths, row_length)
-        for name, values in (_columns(sequences) | laid.columns).items():
+        packing = _packing(rows, lengths, row_length)
+        for name, values in (_columns(sequences) | packing.columns).items():
             column = getattr(batch, name)
             if column is not None:
-                column.reshape(-1)[laid.there] = (
-                    values if name in laid.columns else values[laid.tokens]
+                column.reshape(-1)[packing.cells] = (
+                    values if name in packing.columns else values[packing.tokens]
                 )
     masks = _masks_of(sequences, sampler_columns)
     if lengths:
-        _write_choices(batch, sequences, sampler_columns, laid, masks)
+        _write_choices(batch, sequences, sampler_columns, packing, masks)
     if sampler_columns.mask_vocab is None:
         return batch
     kept = SparseBits(KeptTokens.joined(masks), batch.kept, sampler_columns.mask_vocab)
@@ -147,13 +147,13 @@ def pack_groups(
             behavior_logprobs=episode.logprobs,
             versions=episode.versions,
             advantages=values,
-            group=place,
-            drawn=episode.drawn,
+            group=number,
+            sampled=episode.drawn,
             kept=episode.kept,
             expert_ids=episode.expert_ids,
             starts=episode.starts,
         )
-        for place, (group, *of_group) in enumerate(zip(groups, advantages, masks, strict=True))
+        for number, (group, *of_group) in enumerate(zip(groups, advantages, masks, strict=True))
         for episode, values, mask in zip(group.episodes, *of_group, strict=True)
     ]
     alone = [replace(_of_pair(p), group=len(groups) + i) for i, p in enumerate(pairs)]
@@ -180,7 +180,7 @@ def _of_pair(pair: Pair) -> TrainSequence:
         behavior_logprobs=np.zeros(len(token_ids), np.float32),
         versions=np.full(len(token_ids), NOT_DRAWN, np.int32),
         advantages=np.zeros(len(token_ids), np.float32),
-        drawn=np.zeros(len(token_ids), np.bool_),
+        sampled=np.zeros(len(token_ids), np.bool_),
     )
 
 
@@ -236,11 +236,11 @@ def _checked_lengths(index: int, sequence: TrainSequence, row_length: int) -> li
     return lengths
 
 
-class _Laid(NamedTuple):
-    """The positions in the rows of the concatenated sequences' tokens; [laid] each, by token."""
+class _Packing(NamedTuple):
+    """The positions in the rows of the concatenated sequences' tokens; [packed] each, by token."""
 
     tokens: NDArray[np.int64]  # index among all tokens
-    there: NDArray[np.int64]  # flat index in the rows
+    cells: NDArray[np.int64]  # flat index in the rows
     columns: dict[str, NDArray[np.int64]]  # positions, segment_ids
 
 
@@ -257,7 +257,9 @@ def _keys(sequences: Sequence[TrainSequence], columns: SamplerColumns) -> list[P
     return keys
 
 
-def _laid(rows: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_length: int) -> _Laid:
+def _packing(
+    rows: Sequence[Sequence[PackedContext]], lengths: Sequence[int], row_length: int
+) -> _Packing:
     """Return the positions of all contexts' tokens, given each row's contexts and their lengths."""
     starts, segments, skips = [0] * len(lengths), [0] * len(lengths), [0] * len(lengths)
     for row, members in enumerate(rows):
@@ -266,14 +268,14 @@ def _laid(rows: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_len
             starts[context], segments[context], skips[context] = start, segment, skipped
             start += lengths[context] - skipped
     whole = np.array(lengths)
-    laid = whole - np.array(skips)
-    within = np.arange(laid.sum()) - np.repeat(np.cumsum(laid) - laid, laid)
-    return _Laid(
-        tokens=np.repeat(np.cumsum(whole) - laid, laid) + within,
-        there=np.repeat(starts, laid) + within,
+    counts = whole - np.array(skips)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return _Packing(
+        tokens=np.repeat(np.cumsum(whole) - counts, counts) + within,
+        cells=np.repeat(starts, counts) + within,
         columns={
-            "positions": np.repeat(skips, laid) + within,
-            "segment_ids": np.repeat(segments, laid),
+            "positions": np.repeat(skips, counts) + within,
+            "segment_ids": np.repeat(segments, counts),
         },
     )
 
@@ -309,7 +311,7 @@ def _write_choices(
     batch: PackedBatch,
     sequences: Sequence[TrainSequence],
     wanted: SamplerColumns,
-    laid: _Laid,
+    packing: _Packing,
     masks: Sequence[KeptTokens],
 ) -> None:
     """Write the sampler's columns, sequence by sequence: a token may have thousands of values."""
@@ -317,16 +319,16 @@ def _write_choices(
         return
     ends = np.cumsum([len(s.token_ids) for s in sequences])
     begins = ends - [len(s.token_ids) for s in sequences]
-    bounds = np.searchsorted(laid.tokens, [begins, ends])  # laid tokens ascend
+    bounds = np.searchsorted(packing.tokens, [begins, ends])  # packed tokens ascend
     before = np.cumsum([0, *(m.num_tokens for m in masks)]).tolist()
     for index, (sequence, begin, first, last) in enumerate(
         zip(sequences, begins, *bounds, strict=True)
     ):
-        own, there = laid.tokens[first:last] - begin, laid.there[first:last]
+        own, cells = packing.tokens[first:last] - begin, packing.cells[first:last]
         at = before[index] if masks else 0
         for name, values in _sampler_columns(sequence, wanted, at).items():
             column = getattr(batch, name)
-            column.reshape(-1, *column.shape[2:])[there] = values[own]
+            column.reshape(-1, *column.shape[2:])[cells] = values[own]
 
 
 def _masks_of(sequences: Sequence[TrainSequence], wanted: SamplerColumns) -> list[KeptTokens]:
@@ -334,18 +336,18 @@ def _masks_of(sequences: Sequence[TrainSequence], wanted: SamplerColumns) -> lis
     vocab = wanted.mask_vocab
     if vocab is None:
         return []
-    return [sequence_masks(_kept(s, wanted), s.token_ids, _drawn(s), vocab) for s in sequences]
+    return [sequence_masks(_kept(s, wanted), s.token_ids, _sampled(s), vocab) for s in sequences]
 
 
 def _kept(sequence: TrainSequence, wanted: SamplerColumns) -> KeptTokens | None:
     if sequence.kept is None and not wanted.masks_all:
-        return KeptTokens.whole(int(np.count_nonzero(_drawn(sequence))))
+        return KeptTokens.whole(int(np.count_nonzero(_sampled(sequence))))
     return sequence.kept
 
 
-def _drawn(sequence: TrainSequence) -> BoolArray:
+def _sampled(sequence: TrainSequence) -> BoolArray:
     """Return the tokens that have masks."""
-    return sequence.mask if sequence.drawn is None else sequence.drawn
+    return sequence.mask if sequence.sampled is None else sequence.sampled
 
 
 def _layout(columns: SamplerColumns) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -370,9 +372,9 @@ def _sampler_columns(
     before: number of masks of the sequences before it.
     """
     columns: dict[str, NDArray[Any]] = {}
-    drawn = _drawn(sequence)
+    sampled = _sampled(sequence)
     if wanted.mask_vocab is not None:
-        columns["kept"] = np.where(drawn, np.cumsum(drawn) - 1 + before, NO_MASK)
+        columns["kept"] = np.where(sampled, np.cumsum(sampled) - 1 + before, NO_MASK)
     if wanted.routing is not None:
         length = len(sequence.token_ids)
         columns["expert_ids"] = sequence_experts(sequence.expert_ids, length, wanted.routing)

@@ -20,7 +20,7 @@ from jaxrl_async.types import BoolArray, IntArray
 class PreferenceBatch:
     """Packed prompts with their answers; the prompt is repeated for each of its answers.
 
-    `mask[t]` is True for tokens of answers. A pair's place is its index in its micro-batch, which
+    `mask[t]` is True for tokens of answers. A pair's slot is its index in its micro-batch, which
     gives sums over answers the same shape in all micro-batches.
     """
 
@@ -29,7 +29,7 @@ class PreferenceBatch:
     segment_ids: IntArray  # [rows, length] int32, from 1 in each row; 0 is padding
     mask: BoolArray  # [rows, length]
     pair_ids: IntArray  # [rows, length] int32, index of the pair in the step; -1 is padding
-    places: IntArray  # [rows, length] int32, from 0 in each micro-batch; -1 is padding
+    slots: IntArray  # [rows, length] int32, from 0 in each micro-batch; -1 is padding
     is_chosen: BoolArray  # [rows, length] True where the segment's answer is the chosen one
     num_pairs: int
     num_answers: int  # two for each pair, less the missing ones
@@ -52,14 +52,14 @@ class _MicroBatch:
 
 
 def pack_preference(pairs: Sequence[PreferencePair], row_length: int, rows: int) -> PreferenceBatch:
-    """Place whole pairs in micro-batches of `rows` rows each; deterministic.
+    """Pack whole pairs into micro-batches of `rows` rows each; deterministic.
 
     Longest pair first, into the first micro-batch with room for both of its segments. Raises
     DataError if a pair fits no micro-batch.
     """
     micros: list[_MicroBatch] = []
     for index in sorted(range(len(pairs)), key=lambda i: (-sum(_lengths(pairs[i])), i)):
-        _place(micros, index, _lengths(pairs[index]), row_length, rows)
+        _add_pair(micros, index, _lengths(pairs[index]), row_length, rows)
     micros = micros or [_MicroBatch([row_length] * rows, [])]
     columns = _empty(len(micros) * rows, row_length)
     for number, micro in enumerate(micros):
@@ -87,10 +87,10 @@ def _lengths(pair: PreferencePair) -> list[int]:
     return [len(pair.prompt_ids) + len(answer) for answer in pair.answers]
 
 
-def _place(
+def _add_pair(
     micros: list[_MicroBatch], index: int, lengths: list[int], row_length: int, rows: int
 ) -> None:
-    """Place a pair in the first micro-batch with room, or in a new one. Raises DataError."""
+    """Add a pair to the first micro-batch with room, or in a new one. Raises DataError."""
     for micro in micros:
         if (chosen := _rows_for(lengths, micro.room)) is not None:
             break
@@ -122,7 +122,7 @@ def _rows_for(lengths: list[int], room: list[int]) -> list[int] | None:
 
 
 def _empty(rows: int, length: int) -> dict[str, NDArray]:
-    fills: dict[str, int | bool] = {"pair_ids": -1, "places": -1, "mask": False, "is_chosen": False}
+    fills: dict[str, int | bool] = {"pair_ids": -1, "slots": -1, "mask": False, "is_chosen": False}
     return {
         name: np.full(
             (rows, length), fills.get(name, 0), bool if fills.get(name) is False else np.int32
@@ -134,7 +134,7 @@ def _empty(rows: int, length: int) -> dict[str, NDArray]:
 def _fill(columns: dict[str, NDArray], micro: _MicroBatch, pairs: Sequence[PreferencePair]) -> None:
     """Write a micro-batch's segments into its rows."""
     starts, segments = [0] * len(micro.room), [0] * len(micro.room)
-    for place, (index, rows) in enumerate(micro.pairs):
+    for slot, (index, rows) in enumerate(micro.pairs):
         pair = pairs[index]
         flags = [True] * bool(len(pair.chosen_ids)) + [False] * bool(len(pair.rejected_ids))
         for answer, is_chosen, row in zip(pair.answers, flags, rows, strict=True):
@@ -147,7 +147,7 @@ def _fill(columns: dict[str, NDArray], micro: _MicroBatch, pairs: Sequence[Prefe
                 "segment_ids": segments[row],
                 "mask": np.arange(len(token_ids)) >= len(pair.prompt_ids),
                 "pair_ids": index,
-                "places": place,
+                "slots": slot,
                 "is_chosen": is_chosen,
             }
             for name, value in values.items():

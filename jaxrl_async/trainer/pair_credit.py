@@ -33,7 +33,7 @@ TOKEN_LOSS = "gpg"
 """The token loss with the same gradient as the pairs' loss."""
 
 
-def as_learnt(algorithm: AlgorithmSection) -> AlgorithmSection:
+def pair_algorithm(algorithm: AlgorithmSection) -> AlgorithmSection:
     """Return the algorithm with the token loss of an update on pairs."""
     return algorithm.model_copy(
         update={"loss": TOKEN_LOSS, "correction": None, "anchor": "behavior"}

@@ -26,10 +26,10 @@ class PrefixKey(NamedTuple):
 
     tokens: NDArray[np.int32]  # [length, width]: the values of each token that must be equal
     group: int  # contexts of different groups share nothing
-    first_learnt: int  # index of its first trained token; its length if it trains none
+    first_trained: int  # index of its first trained token; its length if it trains none
 
 
-class LaidContext(NamedTuple):
+class PackedContext(NamedTuple):
     """A context in a row."""
 
     context: int
@@ -60,7 +60,7 @@ def prefix_key(
 
 def plan_rows(
     lengths: Sequence[int], row_length: int, keys: Sequence[PrefixKey] | None = None
-) -> list[list[LaidContext]]:
+) -> list[list[PackedContext]]:
     """Return the ordered contexts of each row; deterministic.
 
     Prefixes are shared only if that takes fewer rows: in whole trees, or in trees that are divided
@@ -72,9 +72,9 @@ def plan_rows(
         keys: of the contexts; None: nothing is shared.
     """
     rows = first_fit_decreasing(lengths, row_length)
-    apart = [[LaidContext(context, 0) for context in row] for row in rows]
-    if keys is None or len(apart) < 2:
-        return apart
+    separate = [[PackedContext(context, 0) for context in row] for row in rows]
+    if keys is None or len(separate) < 2:
+        return separate
     of_group: dict[int, list[int]] = {}
     for index, key in enumerate(keys):
         of_group.setdefault(key.group, []).append(index)
@@ -82,42 +82,42 @@ def plan_rows(
     trees = [tree for group in groups for tree in prefix_trees(group, row_length)]
     together = _in_rows(trees, lengths, row_length)
     divided = _filled_rows(groups, lengths, row_length)
-    return min((apart, together, divided), key=len)
+    return min((separate, together, divided), key=len)
 
 
 def _filled_rows(
     groups: Sequence["_Compared"], lengths: Sequence[int], row_length: int
-) -> list[list[LaidContext]]:
+) -> list[list[PackedContext]]:
     """Place group after group: a group's first tree fills the row with most room, and its other
     trees begin new rows."""
-    rows: list[list[LaidContext]] = []
+    rows: list[list[PackedContext]] = []
     filled: list[tuple[int, int]] = []  # a heap of (tokens in the row, row)
     for group in groups:
-        laid, row = filled[0] if filled else (row_length, -1)
-        first, *others = prefix_trees(group, row_length, first_room=row_length - laid)
-        size = _laid_tokens(first, lengths)
-        if row >= 0 and laid + size <= row_length:
+        used, row = filled[0] if filled else (row_length, -1)
+        first, *others = prefix_trees(group, row_length, first_room=row_length - used)
+        size = _packed_tokens(first, lengths)
+        if row >= 0 and used + size <= row_length:
             rows[row] += first
-            heapq.heapreplace(filled, (laid + size, row))
+            heapq.heapreplace(filled, (used + size, row))
         else:
             others = [first, *others]
         for tree in others:
-            heapq.heappush(filled, (_laid_tokens(tree, lengths), len(rows)))
+            heapq.heappush(filled, (_packed_tokens(tree, lengths), len(rows)))
             rows.append(list(tree))
     return rows
 
 
-def _laid_tokens(tree: Sequence[LaidContext], lengths: Sequence[int]) -> int:
+def _packed_tokens(tree: Sequence[PackedContext], lengths: Sequence[int]) -> int:
     """Return the number of tokens of a tree in its row."""
-    return sum(lengths[laid.context] - laid.skipped for laid in tree)
+    return sum(lengths[member.context] - member.skipped for member in tree)
 
 
 def _in_rows(
-    trees: Sequence[Sequence[LaidContext]], lengths: Sequence[int], row_length: int
-) -> list[list[LaidContext]]:
+    trees: Sequence[Sequence[PackedContext]], lengths: Sequence[int], row_length: int
+) -> list[list[PackedContext]]:
     """Place whole trees in rows, the largest first."""
-    rows = first_fit_decreasing([_laid_tokens(tree, lengths) for tree in trees], row_length)
-    return [[laid for tree in row for laid in trees[tree]] for row in rows]
+    rows = first_fit_decreasing([_packed_tokens(tree, lengths) for tree in trees], row_length)
+    return [[member for tree in row for member in trees[tree]] for row in rows]
 
 
 def first_fit_decreasing(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -172,14 +172,14 @@ class _Compared(NamedTuple):
 
 
 def _compared(members: Iterable[int], keys: Sequence[PrefixKey]) -> _Compared:
-    order = sorted(members, key=lambda m: (keys[m].first_learnt, m))
+    order = sorted(members, key=lambda m: (keys[m].first_trained, m))
     own = [keys[m] for m in order]
     return _Compared(order, own, common_lengths([key.tokens for key in own]))
 
 
 def prefix_trees(
     group: _Compared, row_length: int, *, first_room: int = 0
-) -> list[list[LaidContext]]:
+) -> list[list[PackedContext]]:
     """Return the contexts of one group as trees of at most a row, each in the order of its row.
 
     Each context joins the tree with room in which it shares most tokens, or begins a tree.
@@ -188,11 +188,11 @@ def prefix_trees(
     """
     fits = len(group.keys[0].tokens) <= first_room
     forest = _Forest(row_length, first_room if fits else row_length)
-    for place, key in enumerate(group.keys):
+    for position, key in enumerate(group.keys):
         length = len(key.tokens)
-        most = min(length - 1, key.first_learnt)
-        forest.add(length, np.minimum(group.common[place, :place], most) - 1)
-    return [[LaidContext(group.order[i], skipped) for i, skipped in t] for t in forest.trees()]
+        most = min(length - 1, key.first_trained)
+        forest.add(length, np.minimum(group.common[position, :position], most) - 1)
+    return [[PackedContext(group.order[i], skipped) for i, skipped in t] for t in forest.trees()]
 
 
 class _Forest:
@@ -257,9 +257,9 @@ def common_lengths(tokens: Sequence[NDArray[np.int32]]) -> NDArray[np.int64]:
     order = sorted(range(len(tokens)), key=lambda i: tokens[i].tobytes())
     neighbours = np.array([_common(tokens[a], tokens[b]) for a, b in pairwise(order)], np.int64)
     table = np.zeros((len(tokens), len(tokens)), np.int64)
-    for place, index in enumerate(order[:-1]):
-        least = np.minimum.accumulate(neighbours[place:])
-        table[index, order[place + 1 :]] = table[order[place + 1 :], index] = least
+    for position, index in enumerate(order[:-1]):
+        least = np.minimum.accumulate(neighbours[position:])
+        table[index, order[position + 1 :]] = table[order[position + 1 :], index] = least
     return table
 
 

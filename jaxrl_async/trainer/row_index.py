@@ -23,32 +23,32 @@ class RowContext(NamedTuple):
 
     sequence: int
     offset: int  # of its first token in its sequence
-    places: NDArray[np.int64]  # flat index in the rows of each of its tokens
+    indices: NDArray[np.int64]  # flat index in the rows of each of its tokens
     shared: int  # number of its first tokens that other contexts own
     key: PrefixKey | None  # if prefixes are shared
 
     @property
-    def own(self) -> BoolArray:
+    def owned(self) -> BoolArray:
         """True for the tokens that it owns."""
-        return np.arange(len(self.places)) >= self.shared
+        return np.arange(len(self.indices)) >= self.shared
 
 
-class RowPlaces(NamedTuple):
+class RowSelection(NamedTuple):
     """Rows composed of tokens of other rows; [rows, length] each."""
 
-    places: NDArray[np.int64]  # flat indices in the other rows; -1 is padding
-    own: BoolArray  # True where the context owns the token; False: it is not trained there
+    indices: NDArray[np.int64]  # flat indices in the other rows; -1 is padding
+    owned: BoolArray  # True where the context owns the token; False: it is not trained there
     sequence_ids: IntArray  # -1 is padding
     segment_ids: IntArray  # 0 is padding
     offsets: IntArray  # 0 is padding
 
     @classmethod
-    def padding(cls, rows: int, length: int) -> "RowPlaces":
+    def padding(cls, rows: int, length: int) -> "RowSelection":
         """Return rows of padding."""
         shape = rows, length
         return cls(
-            places=np.full(shape, -1, np.int64),
-            own=np.zeros(shape, np.bool_),
+            indices=np.full(shape, -1, np.int64),
+            owned=np.zeros(shape, np.bool_),
             sequence_ids=np.full(shape, -1, np.int32),
             segment_ids=np.zeros(shape, np.int32),
             offsets=np.zeros(shape, np.int32),
@@ -57,10 +57,10 @@ class RowPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """The places of each sequence's tokens in the rows of a batch, over all its contexts."""
+    """The indices of each sequence's tokens in the rows of a batch, over all its contexts."""
 
     sequences: tuple[NDArray[np.int64], ...]  # per sequence: its tokens' flat indices, in order
-    own: tuple[BoolArray, ...]  # per sequence: True for tokens that no other context owns
+    owned: tuple[BoolArray, ...]  # per sequence: True for tokens that no other context owns
     contexts: tuple[tuple[RowContext, ...], ...]  # per sequence
     shape: tuple[int, ...]  # rows, length
 
@@ -68,7 +68,7 @@ class RowIndex:
     def of(cls, batch: PackedBatch, share_prefixes: bool = False) -> "RowIndex":
         """Return the index of a batch.
 
-        share_prefixes: the rows of `places_of` may share prefixes, too.
+        share_prefixes: the rows of `select` may share prefixes, too.
         """
         found = sorted(_contexts(batch, share_prefixes), key=lambda c: (c.sequence, c.offset))
         contexts: list[list[RowContext]] = [
@@ -77,8 +77,8 @@ class RowIndex:
         for context in found:
             contexts[context.sequence].append(context)
         return cls(
-            sequences=tuple(_joined([c.places for c in cs], np.int64) for cs in contexts),
-            own=tuple(_joined([c.own for c in cs], np.bool_) for cs in contexts),
+            sequences=tuple(_joined([c.indices for c in cs], np.int64) for cs in contexts),
+            owned=tuple(_joined([c.owned for c in cs], np.bool_) for cs in contexts),
             contexts=tuple(tuple(cs) for cs in contexts),
             shape=batch.sequence_ids.shape,
         )
@@ -86,7 +86,7 @@ class RowIndex:
     def to_sequences(self, values: NDArray[np.generic]) -> list[NDArray[Any]]:
         """Return [rows, length] values as an array [length] for each sequence."""
         flat = values.ravel()
-        return [flat[places] for places in self.sequences]
+        return [flat[indices] for indices in self.sequences]
 
     def to_rows(self, values: Sequence[FloatArray]) -> FloatArray:
         """Return arrays [length] of the first sequences as [rows, length] float32; 0 elsewhere.
@@ -95,29 +95,29 @@ class RowIndex:
         """
         rows = np.zeros(self.shape, np.float32)
         if len(values):
-            own = np.concatenate(self.own[: len(values)])
-            places = np.concatenate(self.sequences[: len(values)])
-            rows.ravel()[places[own]] = np.concatenate(values)[own]
+            owned = np.concatenate(self.owned[: len(values)])
+            indices = np.concatenate(self.sequences[: len(values)])
+            rows.ravel()[indices[owned]] = np.concatenate(values)[owned]
         return rows
 
-    def places_of(self, sequences: NDArray[np.int64]) -> RowPlaces:
+    def select(self, sequences: NDArray[np.int64]) -> RowSelection:
         """Return some sequences packed into separate rows."""
         contexts = list(chain.from_iterable(self.contexts[s] for s in sequences))
         keys = [c.key for c in contexts if c.key is not None]  # of all or of none
-        lengths = [len(c.places) for c in contexts]
+        lengths = [len(c.indices) for c in contexts]
         rows = plan_rows(lengths, self.shape[1], keys or None)
-        made = RowPlaces.padding(len(rows), self.shape[1])
+        made = RowSelection.padding(len(rows), self.shape[1])
         for row, members in enumerate(rows):
             start = 0
             for segment, (index, skipped) in enumerate(members, 1):
                 context = contexts[index]
-                end = start + len(context.places) - skipped
-                there = row, slice(start, end)
-                made.places[there] = context.places[skipped:]
-                made.own[there] = context.own[skipped:]
-                made.sequence_ids[there] = context.sequence
-                made.segment_ids[there] = segment
-                made.offsets[there] = context.offset + np.arange(skipped, len(context.places))
+                end = start + len(context.indices) - skipped
+                cells = row, slice(start, end)
+                made.indices[cells] = context.indices[skipped:]
+                made.owned[cells] = context.owned[skipped:]
+                made.sequence_ids[cells] = context.sequence
+                made.segment_ids[cells] = segment
+                made.offsets[cells] = context.offset + np.arange(skipped, len(context.indices))
                 start = end
         return made
 
@@ -142,40 +142,40 @@ def _contexts(batch: PackedBatch, share_prefixes: bool) -> Iterator[RowContext]:
     for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
         skipped = int(positions[first])
         shared = skipped + 1 if skipped else 0
-        own = np.arange(first + (skipped > 0), end)
-        places = np.concatenate([before[:shared], own]) if shared else own
-        key = _key(batch, places, shared) if share_prefixes else None
+        owned = np.arange(first + (skipped > 0), end)
+        indices = np.concatenate([before[:shared], owned]) if shared else owned
+        key = _key(batch, indices, shared) if share_prefixes else None
         sequence, offset = int(batch.sequence_ids.flat[first]), int(offsets[first]) - skipped
-        yield RowContext(sequence, offset, places, shared, key)
-        before = places
+        yield RowContext(sequence, offset, indices, shared, key)
+        before = indices
 
 
-def _key(batch: PackedBatch, places: NDArray[np.int64], shared: int) -> PrefixKey:
+def _key(batch: PackedBatch, indices: NDArray[np.int64], shared: int) -> PrefixKey:
     """Return the key that decides which prefix a context of the batch can share."""
     experts = batch.expert_ids
-    learnt = (batch.mask | batch.supervised).ravel()[places]
-    learnt[:shared] = False
+    trained = (batch.mask | batch.supervised).ravel()[indices]
+    trained[:shared] = False
     return prefix_key(
-        batch.token_ids.ravel()[places],
-        learnt,
-        int(batch.group_ids.flat[places[-1]]),
-        None if experts is None else experts.reshape(-1, *experts.shape[2:])[places],
+        batch.token_ids.ravel()[indices],
+        trained,
+        int(batch.group_ids.flat[indices[-1]]),
+        None if experts is None else experts.reshape(-1, *experts.shape[2:])[indices],
     )
 
 
-def moved(values: Any, to: RowPlaces, fill: object = 0, *, of_context: bool = False) -> Any:
+def moved(values: Any, to: RowSelection, fill: object = 0, *, of_context: bool = False) -> Any:
     """Return the values [rows, length, ...] in other rows.
 
     `fill` in padding and, unless of_context, for tokens that another context owns.
     """
     if isinstance(values, SparseBits):
         return replace(values, index=moved(values.index, to, NO_MASK, of_context=of_context))
-    taken = values.reshape(-1, *values.shape[2:])[to.places]
-    taken[to.places < 0 if of_context else ~to.own] = fill
+    taken = values.reshape(-1, *values.shape[2:])[to.indices]
+    taken[to.indices < 0 if of_context else ~to.owned] = fill
     return taken
 
 
-def repacked(batch: PackedBatch, to: RowPlaces) -> PackedBatch:
+def repacked(batch: PackedBatch, to: RowSelection) -> PackedBatch:
     """Return the batch of some of its sequences, which keep sequence_ids and group_ids."""
     columns: dict[str, Any] = {
         c.name: moved(getattr(batch, c.name), to, c.fill, of_context=c.of_context)

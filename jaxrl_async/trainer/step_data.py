@@ -22,7 +22,7 @@ from jaxrl_async.algorithms.advantages import StepData
 from jaxrl_async.algorithms.columns import COLUMNS, Columns
 from jaxrl_async.algorithms.shaping import Shaped
 from jaxrl_async.trainer.pack import Pair, pack_groups
-from jaxrl_async.trainer.row_index import RowIndex, RowPlaces, moved, repacked
+from jaxrl_async.trainer.row_index import RowIndex, RowSelection, moved, repacked
 from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
 from jaxrl_async.types import Episode, EpisodeGroup, FloatArray, PackedBatch
 
@@ -37,7 +37,7 @@ class StepRows(NamedTuple):
     columns: Columns  # the policy's, of COLUMNS
     critic: Columns  # values, returns and, in a part of a step, weights; empty: no critic
 
-    def at(self, to: RowPlaces) -> "StepRows":
+    def at(self, to: RowSelection) -> "StepRows":
         """Return the rows composed of these tokens."""
         columns = {n: moved(c, to, COLUMNS[n].fill) for n, c in self.columns.items()}
         critic = {name: moved(column, to) for name, column in self.critic.items()}
@@ -62,11 +62,11 @@ class PackedStep:
         rest = iter(self.index.to_sequences(values))  # demonstrations come last
         return tuple(tuple(next(rest) for _ in g.episodes) for g in self.data.groups)
 
-    def own_to_groups(self, values: NDArray[np.generic]) -> ByGroup:
+    def owned_to_groups(self, values: NDArray[np.generic]) -> ByGroup:
         """Return the same with 0 for tokens that another context owns, and may train."""
-        own = iter(self.index.own)
+        owned = iter(self.index.owned)
         return tuple(
-            tuple(np.where(next(own), v, np.zeros((), v.dtype)) for v in of_group)
+            tuple(np.where(next(owned), v, np.zeros((), v.dtype)) for v in of_group)
             for of_group in self.to_groups(values)
         )
 
@@ -122,9 +122,9 @@ def task_ids_of(
     demonstrations, which are packed after the groups' episodes."""
     of_sequence = [tasks.index(g.prompt.task) for g in groups for _ in g.episodes]
     ids, numbers = np.array([*of_sequence, 0], np.int32), batch.sequence_ids
-    there = (numbers >= 0) & (numbers < len(of_sequence))
-    found: NDArray[np.int32] = ids[np.where(there, numbers, len(of_sequence))]
-    return found
+    known = (numbers >= 0) & (numbers < len(of_sequence))
+    task_ids: NDArray[np.int32] = ids[np.where(known, numbers, len(of_sequence))]
+    return task_ids
 
 
 def deal(batch: PackedBatch, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -145,11 +145,11 @@ def deal(batch: PackedBatch, parts: int, seed: Sequence[int]) -> list[NDArray[np
         The sequence_ids of each part, sorted.
     """
     num_sequences = int(batch.sequence_ids.max(initial=-1)) + 1
-    own, worked = (
+    owned, worked = (
         np.bincount(batch.sequence_ids[mask], minlength=num_sequences)
         for mask in (batch.mask, batch.supervised)
     )
-    kinds = [lengths for lengths in (own, worked) if lengths.any()]
+    kinds = [lengths for lengths in (owned, worked) if lengths.any()]
     if not kinds:
         return [np.arange(num_sequences)]
     parts = min(parts, int(np.count_nonzero(kinds[0])))
@@ -165,12 +165,12 @@ def _dealt(
 
     The remainder is chosen at random: no length is more likely to be in the larger parts.
     """
-    there = rng.permutation(np.flatnonzero(lengths))
-    left, even = np.split(there, [len(there) % parts])
+    indices = rng.permutation(np.flatnonzero(lengths))
+    left, even = np.split(indices, [len(indices) % parts])
     even = even[np.argsort(-lengths[even], kind="stable")]
     dealt = list(rng.permuted(even.reshape(-1, parts), axis=1).T)
-    for part, place in zip(rng.permutation(parts), left, strict=False):
-        dealt[part] = np.append(dealt[part], place)
+    for part, index in zip(rng.permutation(parts), left, strict=False):
+        dealt[part] = np.append(dealt[part], index)
     return dealt
 
 
@@ -195,7 +195,7 @@ def shown_episodes(groups: Sequence[EpisodeGroup]) -> list[Episode]:
     return [e for group in groups[:SHOWN_GROUPS] for e in group.episodes[:SHOWN_EPISODES]]
 
 
-def sights_of(
+def views_of(
     step: PackedStep,
     episodes: Sequence[Episode],
     proximal: FloatArray | None,
@@ -209,16 +209,17 @@ def sights_of(
         proximal: log-probs of the weights before the step, [rows, length]; None: not computed.
         logprobs_of: computes them for a batch; called with these episodes only.
     """
-    there = [e for group in step.data.groups for e in group.episodes]
-    numbers = [n for n, one in enumerate(there) if any(one is e for e in episodes)]
+    all_episodes = [e for group in step.data.groups for e in group.episodes]
+    numbers = [n for n, one in enumerate(all_episodes) if any(one is e for e in episodes)]
     if not numbers:
         return []
     if proximal is not None:
         logprobs = step.index.to_sequences(proximal)
     else:
-        batch = step.rows.at(step.index.places_of(np.array(numbers))).batch
+        batch = step.rows.at(step.index.select(np.array(numbers))).batch
         logprobs = RowIndex.of(batch).to_sequences(logprobs_of(batch))
     advantages = step.index.to_sequences(step.batch.advantages)
     return [
-        TokenView(episode=there[n], advantages=advantages[n], logprobs=logprobs[n]) for n in numbers
+        TokenView(episode=all_episodes[n], advantages=advantages[n], logprobs=logprobs[n])
+        for n in numbers
     ]

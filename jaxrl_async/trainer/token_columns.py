@@ -49,10 +49,10 @@ class SparseBits:
         self, dtype: DTypeLike | None = None, copy: bool | None = None
     ) -> NDArray[np.uint8]:
         """Expand the masks to bits."""
-        places, masks = self.index.ravel(), self.masks
+        indices, masks = self.index.ravel(), self.masks
         if masks.which is None and masks.left_out is None:
-            return self._bits_of(places).reshape(self.shape)
-        sets = np.where(places < 0, NO_MASK, np.append(masks.set_of, NO_MASK)[places])
+            return self._bits_of(indices).reshape(self.shape)
+        sets = np.where(indices < 0, NO_MASK, np.append(masks.set_of, NO_MASK)[indices])
         distinct, of_token = np.unique(sets, return_inverse=True)
         bits = self._bits_of(distinct)
         listed = np.diff(masks.starts, append=masks.starts[-1:]) > 0
@@ -99,7 +99,7 @@ NO_MASKS = KeptTokens(ids=np.zeros(0, np.int32), starts=np.zeros(1, np.int32))
 
 
 def sequence_masks(
-    kept: KeptTokens | None, token_ids: IntArray, drawn: BoolArray, vocab: int
+    kept: KeptTokens | None, token_ids: IntArray, sampled: BoolArray, vocab: int
 ) -> KeptTokens:
     """Return the masks of a sequence's sampled tokens.
 
@@ -108,16 +108,16 @@ def sequence_masks(
     Args:
         kept: the masks of the sampled tokens, in order.
         token_ids: [length].
-        drawn: [length].
+        sampled: [length] True where the policy sampled the token.
         vocab: size of the vocabulary.
     """
-    places = np.flatnonzero(drawn)
-    if not len(places):
+    indices = np.flatnonzero(sampled)
+    if not len(indices):
         return NO_MASKS
-    if kept is None or kept.num_tokens != len(places):
+    if kept is None or kept.num_tokens != len(indices):
         masked = "no tokens" if kept is None else f"{kept.num_tokens} tokens"
         raise DataError(
-            f"an episode with {len(places)} sampled tokens has sampling masks for {masked}. "
+            f"an episode with {len(indices)} sampled tokens has sampling masks for {masked}. "
             "algorithm.keep_sampling_mask needs a sampler that returns Completion.kept for every "
             "token; set it to false for any other."
         )
@@ -133,11 +133,11 @@ def sequence_masks(
             "a sampling mask holds token ids out of order or twice. The sampler's KeptTokens.ids "
             "must ascend for each sampled token; correct the sampler."
         )
-    excluded = np.flatnonzero(kept.excludes(token_ids[places]))
+    excluded = np.flatnonzero(kept.excludes(token_ids[indices]))
     if len(excluded):
-        place = places[excluded[0]]
+        index = indices[excluded[0]]
         raise DataError(
-            f"token {token_ids[place]} at index {place} of an episode was sampled, "
+            f"token {token_ids[index]} at index {index} of an episode was sampled, "
             "but its sampling mask excludes it. The sampler's Completion.kept must contain every "
             "sampled token; correct the sampler or set algorithm.keep_sampling_mask=false."
         )

@@ -128,22 +128,22 @@ class Trainer:
         outlets: Outlets,
         settings: TrainerSettings,
         device_lock: DeviceGuard = NO_DEVICE_LOCK,
-        turn: DeviceGuard = NO_DEVICE_LOCK,
+        slice_lock: DeviceGuard = NO_DEVICE_LOCK,
         traces: StepTraces = NO_TRACES,
     ) -> None:
         """Build the trainer of a new run; `restore` continues a saved one.
 
-        turn: held from the update of a step to its publishing, if several runs share the slice.
+        slice_lock: held from the update of a step to its publishing, if runs share the slice.
         traces: takes the profiler's traces of chosen steps.
         """
         self.learner = learner
         self._source, self._publisher, self._outlets = source, publisher, outlets
         self._settings, self.version, self._skipped_in_row = settings, 0, 0
         self._blown_up = False  # whether the last skipped step was skipped for its new weights
-        self._device_lock, self._turn, self._traces = device_lock, turn, traces
+        self._device_lock, self._slice_lock, self._traces = device_lock, slice_lock, traces
         self.longest_update_s = 0.0  # so far
         self._pace = Pace(limit=settings.pacing.highest if settings.pacing else 0)
-        shares_slice = turn is not NO_DEVICE_LOCK
+        shares_slice = slice_lock is not NO_DEVICE_LOCK
         possible = {TURN: shares_slice, EVALUATION: settings.eval_async}
         self.clock = StepClock([wait for wait, is_possible in possible.items() if is_possible])
         self._saver = Saver(
@@ -206,7 +206,7 @@ class Trainer:
             return
         self._traces.before_update()
         self.clock.now("waiting for its turn", TURN)
-        with self._turn:
+        with self._slice_lock:
             values = self._learn(draw)
             report = partial(self._report, draw, values)
             evaluation = self._evaluations.before_publish(self.version, report)
@@ -242,7 +242,7 @@ class Trainer:
             stats = self.learner.learn(draw.groups, self.version, self._device_lock)
         except BaseException:
             self._source.give_back()
-            self._saver.torn = self.learner.params is not before or _is_gone(before)
+            self._saver.torn = self.learner.params is not before or _is_donated(before)
             raise
         values = group_measures(draw.groups, self.version)
         values |= task_measures(draw.groups, self.version)
@@ -281,29 +281,29 @@ class Trainer:
         if self._skipped_in_row >= self._settings.max_skipped_steps:
             self._evaluations.complete()
             raise TrainingError(
-                lost(self._skipped_in_row, blown_up=self._blown_up)
+                skip_message(self._skipped_in_row, blown_up=self._blown_up)
                 + f" The last one made version {self.version}. Rewards are in samples.jsonl."
             )
 
 
-def lost(in_row: int, *, blown_up: bool) -> str:
+def skip_message(in_row: int, *, blown_up: bool) -> str:
     """Return the message after `in_row` consecutive skipped steps, with the remedy.
 
     blown_up: the last one was skipped for the weights that it would have made.
     """
-    kept = "the weights before them are kept and saved."
+    ending = "the weights before them are kept and saved."
     rate = "algorithm.learning_rate (of a warm start: warm_start.learning_rate)"
     if blown_up:
         return (
             f"{in_row} steps in a row were skipped: the weights of the last one were far too large "
-            f"or gave NaN; {kept} The learning rate is too high: lower {rate}."
+            f"or gave NaN; {ending} The learning rate is too high: lower {rate}."
         )
     return (
-        f"{in_row} steps in a row had a non-finite loss or gradient; {kept} Lower {rate} or "
+        f"{in_row} steps in a row had a non-finite loss or gradient; {ending} Lower {rate} or "
         "trainer.max_grad_norm."
     )
 
 
-def _is_gone(params: Params) -> bool:
+def _is_donated(params: Params) -> bool:
     """Return whether an update has donated the memory of these weights."""
     return any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(params))

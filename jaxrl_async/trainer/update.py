@@ -127,9 +127,9 @@ class Update(Generic[ObjectiveT]):
             except MemoryError as error:
                 self._halve(str(error))
         with device_lock:
-            place = None if at is None else np.float32(at)
+            now = None if at is None else np.float32(at)
             probed = NOTHING_FROZEN._replace(base=frozen.base)
-            state, applied = self.programs.apply(state, sums, probed, probe_ids(micros[0]), place)
+            state, applied = self.programs.apply(state, sums, probed, probe_ids(micros[0]), now)
             host_totals, host_applied = jax.device_get((totals, applied))
         if host_applied["blown_up"]:
             log.warning(
@@ -220,10 +220,10 @@ class Update(Generic[ObjectiveT]):
             analysis = lowered.compile().memory_analysis()
             needed = 0 if analysis is None else analysis.temp_size_in_bytes
             if needed > free:
-                wanted = f"its program needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+                shortage = f"its program needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
                 if self._can_halve:
-                    raise MemoryError(wanted)
-                log.warning("memory may not suffice for an update of %d rows: %s", rows, wanted)
+                    raise MemoryError(shortage)
+                log.warning("memory may not suffice for an update of %d rows: %s", rows, shortage)
             self._fitting.add(rows)
 
     @property

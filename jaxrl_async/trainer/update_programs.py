@@ -4,7 +4,7 @@
     apply(state, sums, frozen, probe) -> state, report                     once
 
 Each part of the mesh's axis data sums its own gradients over all micro-batches; `apply` sums over
-the parts (see can_sum_apart): between slices, gradients cross the network once.
+the parts (see can_sum_separately): between slices, gradients cross the network once.
 
 `apply` keeps the old state if the gradient is not finite, if the new weights have grown beyond
 MOST_GROWTH, or if they give non-finite numbers for the probe (the data's first tokens): such
@@ -168,9 +168,9 @@ class UpdatePrograms(Generic[ObjectiveT]):
         updates."""
         self.objective, self.settings = objective, settings
         trainer, mesh, table = settings.trainer, settings.mesh, objective.table
-        apart = objective.rows_are_independent and can_sum_apart(mesh, objective.spec)
-        self.parts = mesh.shape["data"] if apart else 1
-        if mesh.shape["data"] > 1 and not apart:
+        separate = objective.rows_are_independent and can_sum_separately(mesh, objective.spec)
+        self.parts = mesh.shape["data"] if separate else 1
+        if mesh.shape["data"] > 1 and not separate:
             log.info("each micro-batch sums its gradients over mesh.trainer.data, not each update")
         self._balance = expert_balance(objective.spec, settings.balance)
         self._schedule = make_schedule(
@@ -200,7 +200,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
         self._opt_in_use = in_use if offloads else None
         self.state_shardings = TrainState(of_params, opt, self._replicated)
         sums = self.sum_shardings = GradSum(
-            self._of_each_part(of_params),
+            self._per_part(of_params),
             self._replicated,
             self._replicated if self.settings.balance.bias_rate else None,
         )
@@ -226,7 +226,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
         self.measure = jax.jit(self.objective.measures, out_shardings=self._replicated)
         self.count = jax.jit(self._count_one, out_shardings=self._replicated)
 
-    def _of_each_part(self, of_params: object) -> Any:
+    def _per_part(self, of_params: object) -> Any:
         """Return the shardings of gradients that each part of the axis data sums separately."""
         if self.parts == 1:
             return of_params
@@ -240,9 +240,9 @@ class UpdatePrograms(Generic[ObjectiveT]):
 
     def init(self, params: Params) -> TrainState:
         """Make a fresh state around a copy of params (any placement); the caller's stay valid."""
-        given = jax.device_put(params, self.state_shardings.params)
+        placed = jax.device_put(params, self.state_shardings.params)
         step = jax.device_put(jnp.zeros((), jnp.int32), self._replicated)
-        return TrainState(self._copy(given), self._init_opt(given), step)
+        return TrainState(self._copy(placed), self._init_opt(placed), step)
 
     def put(self, micro: Any) -> Any:
         """Place a micro-batch on the trainer's devices."""
@@ -290,7 +290,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
             (loss, totals), grads = gradient(trainable, frozen, micro, context)
         else:
             run = by_slice(
-                lambda *given: gradient(*self._of_part(given)),
+                lambda *args: gradient(*self._part_args(args)),
                 self.settings.mesh,
                 (None, None, "data", None),
             )
@@ -302,9 +302,9 @@ class UpdatePrograms(Generic[ObjectiveT]):
             chosen = chosen + totals.load.chosen
         return GradSum(grads, sums.loss + loss, chosen), totals
 
-    def _of_part(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _part_args(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of the loss with the dropout of one part of the axis data."""
-        trainable, frozen, micro, context = given
+        trainable, frozen, micro, context = args
         if frozen.noise is not None:
             number = frozen.noise.micro * self.parts + jax.lax.axis_index("data")
             frozen = frozen._replace(noise=frozen.noise._replace(micro=number))
@@ -348,16 +348,16 @@ class UpdatePrograms(Generic[ObjectiveT]):
         moved = self._moved(state, sums, rate)
         before, made = (optax.tree.norm(_float32(s.params)) for s in (state, moved))
         rows = TokenRows.copies(ids, self.settings.num_row_shards)  # one on each device
-        said = self.objective.probe(moved.params, frozen, rows)
-        sound = jnp.isfinite(said).all() & (made <= MOST_GROWTH * (before + 1))
-        taken = finite & sound
-        kept = jax.tree.map(lambda new, old: jnp.where(taken, new, old), moved, state)
-        return kept, {
+        probed = self.objective.probe(moved.params, frozen, rows)
+        bounded = jnp.isfinite(probed).all() & (made <= MOST_GROWTH * (before + 1))
+        applied = finite & bounded
+        new_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), moved, state)
+        return new_state, {
             "grad_norm": grad_norm,
             "learning_rate": rate,
-            "param_norm": jnp.where(taken, made, before),
-            "skipped": 1 - taken.astype(jnp.int32),
-            "blown_up": (finite & ~sound).astype(jnp.int32),
+            "param_norm": jnp.where(applied, made, before),
+            "skipped": 1 - applied.astype(jnp.int32),
+            "blown_up": (finite & ~bounded).astype(jnp.int32),
             "made_norm": made,
         }
 
@@ -389,7 +389,7 @@ class UpdatePrograms(Generic[ObjectiveT]):
         return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
-def can_sum_apart(mesh: Mesh, spec: ModelSpec) -> bool:
+def can_sum_separately(mesh: Mesh, spec: ModelSpec) -> bool:
     """Return whether each part of the axis data may sum its gradients separately.
 
     XLA's partitioner aborts for some programs with one manual axis and others divided by XLA

@@ -526,7 +526,7 @@ def test_on_policy_distillation_is_a_policy_gradient(both):
 
 
 def masked_mean(a, values):
-    """Over the learnt tokens."""
+    """Over the trained tokens."""
     return jnp.sum(jnp.where(a["mask"].reshape(-1), values.reshape(-1), 0.0)) / a["mask"].sum()
 
 

@@ -13,8 +13,8 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
 
-def episode_of(drawn: list[int]) -> Episode:
-    mask = np.array(drawn, bool)
+def episode_of(flags: list[int]) -> Episode:
+    mask = np.array(flags, bool)
     return Episode(
         token_ids=np.arange(len(mask), dtype=np.int32),
         drawn=mask,
@@ -27,8 +27,8 @@ def episode_of(drawn: list[int]) -> Episode:
 def group_of(
     rewards: list[float], masks: list[list[int]] | None = None, parts=None, token_rewards=None
 ) -> EpisodeGroup:
-    """One episode per reward: a prompt token, then as many drawn tokens as the place plus one."""
-    masks = masks or [[0] + [1] * (place + 1) for place in range(len(rewards))]
+    """One episode per reward: a prompt token, then as many sampled tokens as its index plus one."""
+    masks = masks or [[0] + [1] * (index + 1) for index in range(len(rewards))]
     scores = tuple(
         Score(
             reward=r,
@@ -51,7 +51,7 @@ def step(*rewards: list[float]) -> StepData:
 
 
 def values(result, group: int = 0) -> list[float]:
-    """The one value on each episode's drawn tokens."""
+    """The one value on each episode's sampled tokens."""
     for a in result.advantages[group]:
         assert a[0] == 0 and len(set(a[1:].tolist())) == 1
     return [float(a[1]) for a in result.advantages[group]]
@@ -176,7 +176,7 @@ def test_reinforce_pp_baseline_normalises_group_centred_rewards_over_all_tokens(
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gdpo_normalises_each_part_apart_and_then_the_sum_over_the_step():
+def test_gdpo_normalises_each_part_separately_and_then_the_sum_over_the_step():
     parts = [
         [{"right": 1.0, "short": 0.2}, {"right": 0.0, "short": 0.9}, {"right": 0.0, "short": 0.1}],
         [{"right": 1.0, "short": 0.5}, {"right": 1.0, "short": 0.6}],
@@ -248,16 +248,16 @@ def test_gdpos_weight_for_a_part_that_the_reward_has_not_is_refused():
 
 
 MULTI_TURN = [[0, 1, 1, 0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0]]
-"""Two turns with a tool's reply between, twice; nothing drawn."""
+"""Two turns with a tool's reply between, twice; nothing sampled."""
 STEP_REWARDS = [
-    np.array([5, 0.1, 0.2, 0, 0.7, 0.3, 0.4], np.float32),  # the first is earned by nobody
+    np.array([5, 0.1, 0.2, 0, 0.7, 0.3, 0.4], np.float32),  # the first is earned by no token
     None,
     np.array([0, 0, 9], np.float32),
 ]
 
 
 @pytest.mark.parametrize(("gamma", "turn_gamma"), [(1.0, 1.0), (0.9, 1.0), (0.9, 0.5)])
-def test_discounted_is_the_return_to_go_over_drawn_tokens_normalised_in_the_group(
+def test_discounted_is_the_return_to_go_over_sampled_tokens_normalised_in_the_group(
     gamma, turn_gamma
 ):
     group = group_of([1.0, -1.0, 2.0], MULTI_TURN, token_rewards=STEP_REWARDS)
@@ -276,8 +276,8 @@ def test_discounted_is_the_return_to_go_over_drawn_tokens_normalised_in_the_grou
     for function in (adv.discounted, adv.discounted_batch):
         result = function(data, gamma=gamma, turn_gamma=turn_gamma).advantages
         for of_group in result:
-            drawn = zip(of_group, group.episodes, strict=True)
-            got = np.concatenate([a[e.drawn] for a, e in drawn])
+            pairs = zip(of_group, group.episodes, strict=True)
+            got = np.concatenate([a[e.drawn] for a, e in pairs])
             np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
@@ -289,7 +289,7 @@ def test_discounted_over_the_batch_is_not_that_over_the_group():
 
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.9, 0.0)])
-def test_gae_is_the_double_sum_of_the_paper_over_drawn_tokens(gamma, lam, whiten):
+def test_gae_is_the_double_sum_of_the_paper_over_sampled_tokens(gamma, lam, whiten):
     group = group_of([1.0, -1.0, 2.0], MULTI_TURN, token_rewards=STEP_REWARDS)
     rng = np.random.default_rng(0)
     critic = [rng.normal(size=len(m)).astype(np.float32) for m in MULTI_TURN]
@@ -311,23 +311,23 @@ def test_gae_is_the_double_sum_of_the_paper_over_drawn_tokens(gamma, lam, whiten
         np.testing.assert_allclose(flat, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_gae_without_a_critic_says_so():
+def test_gae_without_a_critic_is_refused():
     with pytest.raises(ConfigError, match="critic"):
         adv.gae(step(REWARDS))
 
 
 def test_step_data_knows_token_rewards_only_where_a_score_has_some():
     assert step(REWARDS).token_rewards is None
-    told = np.ones(2, np.float32)
-    data = step_data([group_of([1.0, 2.0], token_rewards=[told, None])])
-    assert data.token_rewards == ((told, None),)
+    earned = np.ones(2, np.float32)
+    data = step_data([group_of([1.0, 2.0], token_rewards=[earned, None])])
+    assert data.token_rewards == ((earned, None),)
 
 
 # --- what tokens earned, and what constants and comparisons decide ------------------------------
 
 
 EARNED = [
-    np.array([7.0, 0.5], np.float32),  # on the prompt: earned by nobody
+    np.array([7.0, 0.5], np.float32),  # on the prompt: earned by no token
     np.array([0.0, 0.5, 0.25], np.float32),
     None,
     np.array([0.0, 1.0, -0.5, 0.0, 0.25], np.float32),
@@ -350,7 +350,7 @@ def test_a_sequences_return_is_its_reward_and_what_its_tokens_earned(name):
     assert max(np.abs(a).max() for a in got[0]) > 0
 
 
-def test_process_rewards_alone_are_learnt_from():
+def test_process_rewards_alone_are_trained_on():
     """Equal rewards of the sequences: before, all advantages were 0."""
     equal = step_data([group_of([1.0] * 4, token_rewards=EARNED)])
     r = np.array([0.5, 0.75, 0.0, 0.75])
@@ -442,8 +442,8 @@ def test_opo_of_answers_without_a_token_is_less_the_plain_mean():
     assert all((a == 0).all() for a in adv.opo(step_data([group])).advantages[0])
 
 
-def test_a_turn_begins_where_a_token_between_was_not_drawn():
-    """Two drawn tokens side by side are one turn; one reply token between makes two."""
+def test_a_turn_begins_where_a_token_between_was_not_sampled():
+    """Two sampled tokens side by side are one turn; one reply token between makes two."""
     group = group_of([1.0, 1.0], [[0, 1, 1], [0, 1, 0, 1]])
     data = step_data([group])
     ((a, b),) = adv.discounted_batch(data, gamma=0.5, turn_gamma=0.5, epsilon=1e-12).advantages

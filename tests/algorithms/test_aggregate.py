@@ -59,7 +59,7 @@ def test_sequence_sum_divides_by_sequences_only(batch, losses):
 
 
 def test_per_group_is_the_mean_over_groups_of_their_token_means():
-    """Groups of unequal size: places 0 and 1, 2 and 3, and 4, which has nothing to learn."""
+    """Groups of unequal size: indices 0 and 1, 2 and 3, and 4, which has nothing to learn."""
     masks = [*MASKS, [0, 0]]
     sequences = [
         TrainSequence(

@@ -50,10 +50,10 @@ def test_pairs_are_of_a_better_and_a_worse_answer_and_the_others_are_ties(
 
 def test_a_random_opponent_depends_on_the_key_alone_and_all_of_them_come() -> None:
     values, there = np.array([0.0, 1.0, 0.5, 0.25]), np.ones(4, bool)
-    drawn = [choose_pairs(values, there, "best_random", [0, k])[0][0].worse for k in range(40)]
-    assert set(drawn) == {0, 2, 3}
+    chosen = [choose_pairs(values, there, "best_random", [0, k])[0][0].worse for k in range(40)]
+    assert set(chosen) == {0, 2, 3}
     again = [choose_pairs(values, there, "best_random", [0, k])[0][0].worse for k in range(40)]
-    assert again == drawn
+    assert again == chosen
 
 
 EPISODES = [episode_of([-1, 0, 0]), episode_of([-1, 0], StopReason.LENGTH), episode_of([-1, 0])]
@@ -87,9 +87,9 @@ def test_a_group_has_a_pair_by_what_its_shapings_leave() -> None:
     tied = group_of(0, EPISODES, [1, 1, 1])
     assert not has_pair(tied, (), "best_worst", 0)
     assert has_pair(tied, (missing_eos,), "best_worst", 0)  # the second was cut off
-    apart = group_of(0, EPISODES, [1, 0, 1])
-    assert has_pair(apart, (), "all", 0)
-    assert not has_pair(apart, (mask_truncated,), "all", 0)  # what is masked is not compared
+    unequal = group_of(0, EPISODES, [1, 0, 1])
+    assert has_pair(unequal, (), "all", 0)
+    assert not has_pair(unequal, (mask_truncated,), "all", 0)  # what is masked is not compared
     assert not has_pair(group_of(0, EPISODES[:1]), (), "all", 0)
 
 
@@ -133,7 +133,7 @@ def test_loss_and_weights_are_those_of_the_formula(name, by_hand, num_pairs) -> 
     assert report["preference/accuracy"] == pytest.approx(np.mean(right))
 
 
-def test_without_pairs_nothing_is_learnt() -> None:
+def test_without_pairs_nothing_is_trained() -> None:
     sums = AnswerSums(logprobs=np.zeros(2), lengths=np.ones(2), reference=np.zeros(2))
     slopes, report = PairWeights(pairs_loss("dpo"))([], sums)
     assert not slopes.any() and report["train/policy_loss"] == 0

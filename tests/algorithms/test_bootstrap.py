@@ -34,7 +34,7 @@ def step_of(stop: StopReason) -> adv.StepData:
 
 
 def naive(after: float, gamma: float, lam: float) -> np.ndarray:
-    """Schulman et al. 2015 (arXiv:1506.02438), eq. 16, as a double sum over drawn tokens."""
+    """Schulman et al. 2015 (arXiv:1506.02438), eq. 16, as a double sum over sampled tokens."""
     v = np.append(VALUES[DRAWN].astype(np.float64), after)
     rewards = np.array([0, 0, 0, REWARD])
     deltas = rewards + gamma * v[1:] - v[:-1]

@@ -41,7 +41,7 @@ def test_rows_are_packed_in_the_dtypes_and_fills_of_the_table():
             assert values[0, -1] == COLUMNS[name].fill, name
 
 
-def test_the_tiny_batch_says_of_every_column_of_a_loss_what_it_holds():
+def test_the_tiny_batch_has_the_type_of_every_column_of_a_loss():
     x = tiny_inputs(AlgorithmSection(kl_coefficient=0.1))
     absent = {name for name in TokenInputs._fields if getattr(x, name) is None}
     assert absent == {"anchor_logprobs", "reference_divergence", "teacher_divergence"}

@@ -61,7 +61,7 @@ def packed() -> TokenInputs:
 
 
 def each_sequence(x: TokenInputs, values: np.ndarray, reduction) -> np.ndarray:
-    """reduction over each sequence's learnt tokens, at all its places."""
+    """reduction over each sequence's trained tokens, at all its tokens."""
     found, mask = np.zeros(x.mask.shape), np.asarray(x.mask)
     for row, ids in enumerate(np.asarray(x.segment_ids)):
         for segment in set(ids.tolist()) - {0}:
@@ -110,8 +110,8 @@ def ref_reject(low, high, level):
 
 def ref_opsm(delta):
     def reference(x):
-        away = each_sequence(x, -np.asarray(x.policy_logprobs, np.float64), np.mean)
-        return np.where((away > delta) & (np.asarray(x.advantages) < 0), 0.0, 1.0), None
+        gap = each_sequence(x, -np.asarray(x.policy_logprobs, np.float64), np.mean)
+        return np.where((gap > delta) & (np.asarray(x.advantages) < 0), 0.0, 1.0), None
 
     return reference
 
@@ -199,21 +199,21 @@ def test_a_token_on_the_cap_is_not_truncated_and_one_beyond_is():
 @pytest.mark.full
 def test_only_negative_advantages_beyond_delta_are_masked_by_opsm():
     """Mean log(behavior / policy) of a row: exactly delta, above, above; A < 0 but in the last."""
-    away = np.array([[0.25, 0.25], [0.25, 0.5], [0.25, 0.5]])
-    x = inputs(-2 * away, advantages=[[-1, -1], [-1, 1], [0, 0]])
+    gap = np.array([[0.25, 0.25], [0.25, 0.5], [0.25, 0.5]])
+    x = inputs(-2 * gap, advantages=[[-1, -1], [-1, 1], [0, 0]])
     found = correction.resolve({"opsm": {"delta": 0.25}})(x)
     assert np.asarray(found.weights).tolist() == [[1, 1], [0, 1], [1, 1]]
 
 
 @pytest.mark.full
-def test_the_mean_that_opsm_compares_is_over_learnt_tokens_alone():
+def test_the_mean_that_opsm_compares_is_over_trained_tokens_alone():
     x = inputs([[-1.0, 9.0, -1.0]], mask=[[1, 0, 1]])
     assert np.asarray(correction.resolve({"opsm": {"delta": 0.4}})(x).weights).tolist() == [
         [0, 1, 0]
     ]
 
 
-def test_a_token_of_the_oldest_age_allowed_is_learnt_and_ages_below_0_count_as_0():
+def test_a_token_of_the_oldest_age_allowed_is_trained_and_ages_below_0_count_as_0():
     x = inputs(np.zeros((1, 4)), ages=[[-2, 3, 4, 5]])
     limited = correction.resolve({"age_limit": {"max_age": 4}})(x).weights
     assert np.asarray(limited).tolist() == [[1, 1, 1, 0]]
@@ -268,7 +268,7 @@ def test_the_order_of_a_list_does_not_matter(packed, size):
 
 
 @pytest.mark.full
-def test_truncated_tokens_beside_rejected_sequences_weigh_as_truncated_in_either_order():
+def test_truncated_tokens_with_rejected_sequences_weigh_as_truncated_in_either_order():
     """verl's preset: weights of tokens truncated at 2, sequences kept by their geometric mean."""
     w = [0.5, 1.0, 1.5, 3.0, 0.8, 1.2]
     x = inputs([np.log(w)])
@@ -350,8 +350,8 @@ def dppo_weight(divergence, bound):
 
     def weight(r, a):
         q, p = BEHAVIOR, BEHAVIOR * r
-        away = (r > 1) if a > 0 else (r < 1)
-        return np.where(away & (divergence(q, p) > bound), 0.0, r)
+        outward = (r > 1) if a > 0 else (r < 1)
+        return np.where(outward & (divergence(q, p) > bound), 0.0, r)
 
     return weight
 
@@ -398,7 +398,7 @@ one, which is documented: the ratio counts up to 2."""
 @pytest.mark.full
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("loss", sorted(token_loss))
-def test_by_default_a_token_weighs_what_the_paper_says(loss, advantage):
+def test_by_default_a_token_has_the_weight_of_the_paper(loss, advantage):
     bare = effective_weights(AlgorithmSection(loss=loss, correction="none"), SEQUENCES, advantage)
     paper = PAPERS[loss](SEQUENCES, advantage)
     np.testing.assert_allclose(bare, paper, rtol=1e-4, atol=1e-6)
@@ -470,7 +470,7 @@ def test_a_default_correction_is_at_the_level_of_the_losss_ratio():
 
 
 @pytest.mark.full
-def test_a_correction_that_bends_a_bounded_loss_is_told_once_with_its_weights(caplog):
+def test_a_correction_that_bends_a_bounded_loss_is_logged_once_with_its_weights(caplog):
     bent = AlgorithmSection(loss="cispo", correction="truncate_token")
     assert bends(bent)
     check_algorithm(bent, None)
@@ -491,7 +491,7 @@ def test_a_correction_that_bends_a_bounded_loss_is_told_once_with_its_weights(ca
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("loss", "told"),
+    ("loss", "warning"),
     [
         ("gspo", "weighs 1, 1, 1, 0.833, 0.75, 0.667, 0.6 instead of 1, 1, 1, 1,"),
         ("geo_mean", "a token of advantage -1 with"),
@@ -500,13 +500,13 @@ def test_a_correction_that_bends_a_bounded_loss_is_told_once_with_its_weights(ca
         ("ipo", "weighs 1, 1.5, 2, 2,"),
     ],
 )
-def test_a_correction_of_tokens_that_bends_another_ratio_is_told(loss, told):
+def test_a_correction_of_tokens_that_bends_another_ratio_gets_a_warning(loss, warning):
     bent = AlgorithmSection(loss=loss, correction="tis")
-    assert bends(bent) and told in bending_warning(bent)
+    assert bends(bent) and warning in bending_warning(bent)
 
 
 @pytest.mark.full
-def test_the_recorded_configuration_says_which_correction_is_used():
+def test_the_recorded_configuration_names_the_correction_that_is_used():
     def used(job="rl", **algorithm):
         return with_correction(Config(run={"job": job}, algorithm=algorithm)).algorithm.correction
 

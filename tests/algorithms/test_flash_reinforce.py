@@ -25,12 +25,12 @@ def groups(rng: np.random.Generator) -> list[EpisodeGroup]:
     made = []
     for number in range(COUNT):
         length = int(rng.integers(5, ROW))
-        drawn = np.arange(length) >= 2
+        sampled = np.arange(length) >= 2
         episode = Episode(
             token_ids=np.arange(length, dtype=np.int32),
-            drawn=drawn,
-            logprobs=np.where(drawn, -rng.exponential(1.0, length) - 0.05, 0).astype(np.float32),
-            versions=np.where(drawn, 0, -1).astype(np.int32),
+            drawn=sampled,
+            logprobs=np.where(sampled, -rng.exponential(1.0, length) - 0.05, 0).astype(np.float32),
+            versions=np.where(sampled, 0, -1).astype(np.int32),
             stop=StopReason.EOS,
         )
         prompt = Prompt(
@@ -95,15 +95,15 @@ def test_the_recipe_has_the_papers_gradient():
         return policy_loss(recipe, moved, jnp.asarray(weights), jnp.int32(1))[0]
 
     slopes = np.asarray(jax.grad(loss)(x.policy_logprobs))
-    places = [batch.mask & (batch.sequence_ids == number) for number in range(COUNT)]
+    masks = [batch.mask & (batch.sequence_ids == number) for number in range(COUNT)]
     rewards = np.array([g.scores[0].reward for g in data.groups])
     wanted, admitted = reference(
-        [policy[at] for at in places],
-        [batch.behavior_logprobs[at].astype(np.float64) for at in places],
+        [policy[at] for at in masks],
+        [batch.behavior_logprobs[at].astype(np.float64) for at in masks],
         rewards,
     )
     assert {*admitted} == {True, False}, "the data must reach the gate"
-    for at, one in zip(places, wanted, strict=True):
+    for at, one in zip(masks, wanted, strict=True):
         np.testing.assert_allclose(slopes[at], one, rtol=2e-4, atol=1e-8)
 
 

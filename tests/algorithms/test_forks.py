@@ -1,4 +1,4 @@
-"""Advantages among peers and in forks beside sums written out; nothing is lost or learnt twice."""
+"""Advantages among peers and in forks beside sums written out; nothing is lost or trained twice."""
 
 import numpy as np
 import pytest
@@ -20,12 +20,12 @@ PROMPT = Prompt(prompt_id=0, position=0, token_ids=np.zeros(2, np.int32), text="
 
 
 def episode(length: int, begin: int, peers: str = "") -> Episode:
-    drawn = np.arange(length) >= begin
+    sampled = np.arange(length) >= begin
     return Episode(
         token_ids=np.arange(length, dtype=np.int32),
-        drawn=drawn,
-        logprobs=np.where(drawn, -1.0, 0.0).astype(np.float32),
-        versions=np.where(drawn, 0, -1).astype(np.int32),
+        drawn=sampled,
+        logprobs=np.where(sampled, -1.0, 0.0).astype(np.float32),
+        versions=np.where(sampled, 0, -1).astype(np.int32),
         stop=StopReason.EOS,
         peers=peers,
     )
@@ -48,9 +48,9 @@ def normalized(values: list[float]) -> np.ndarray:
 
 trees = st.lists(
     st.tuples(
-        st.integers(1, 6),  # drawn tokens of a member
+        st.integers(1, 6),  # sampled tokens of a member
         st.floats(-2, 2, width=16),  # its reward
-        st.lists(  # its pivots: place, and lengths and rewards of continuations
+        st.lists(  # its pivots: start, and lengths and rewards of continuations
             st.tuples(
                 st.integers(1, 5),
                 st.lists(
@@ -75,21 +75,21 @@ def planted(tree: list) -> tuple[EpisodeGroup, dict[ForkPoint, list[int]]]:
             if at >= length:
                 continue
             point = ForkPoint(trunk, 2 + at)
-            for drawn, reward in continuations:
+            for count, reward in continuations:
                 forks.setdefault(point, []).append(len(members))
-                members.append((episode(2 + at + drawn, 2 + at, point.name), reward))
+                members.append((episode(2 + at + count, 2 + at, point.name), reward))
     return group(*members), forks
 
 
 @pytest.mark.full
 @given(several=st.lists(trees, min_size=1, max_size=3), trunk=st.sampled_from(["group", "fork"]))
-def test_each_drawn_token_has_the_advantage_of_one_comparison(several, trunk) -> None:
+def test_each_sampled_token_has_the_advantage_of_one_comparison(several, trunk) -> None:
     planted_groups = [planted(tree) for tree in several]
     groups = [g for g, _ in planted_groups]
     data = step_data(groups)
-    learnt = compared_with_peers(data, advantage.resolve("group_normalized"), trunk=trunk)
-    assert len(learnt.advantages) == len(groups)
-    for (whole, forks), found, tree in zip(planted_groups, learnt.advantages, several, strict=True):
+    result = compared_with_peers(data, advantage.resolve("group_normalized"), trunk=trunk)
+    assert len(result.advantages) == len(groups)
+    for (whole, forks), found, tree in zip(planted_groups, result.advantages, several, strict=True):
         rewards = [s.reward for s in whole.scores]
         wanted = [np.zeros(len(e.token_ids)) for e in whole.episodes]
         for i, value in enumerate(normalized(rewards[: len(tree)])):
@@ -97,9 +97,9 @@ def test_each_drawn_token_has_the_advantage_of_one_comparison(several, trunk) ->
         for point, indices in sorted(forks.items()):
             values = normalized([*(rewards[i] for i in indices), rewards[point.trunk]])
             for i, value in zip(indices, values, strict=False):
-                wanted[i][point.place :] = value
+                wanted[i][point.start :] = value
             if trunk == "fork":
-                wanted[point.trunk][point.place :] = values[-1]
+                wanted[point.trunk][point.start :] = values[-1]
         assert len(found) == len(whole.episodes)
         for one, values, right in zip(whole.episodes, found, wanted, strict=True):
             np.testing.assert_allclose(values, right, atol=2e-6)
@@ -116,7 +116,7 @@ def test_references_come_and_go_without_a_trace(tree) -> None:
     for reference in referred.episodes[len(whole.episodes) :]:
         point = fork_point(reference)
         shared = whole.episodes[point.trunk]
-        assert reference.num_drawn == len(shared.token_ids) - point.place
+        assert reference.num_drawn == len(shared.token_ids) - point.start
     assert without_forks(whole).episodes == whole.episodes[: len(tree)]
 
 
@@ -125,8 +125,8 @@ def test_a_seats_word_is_no_fork_and_splits_all_the_same() -> None:
     whole = group(*((episode(4, 2, w), r) for w, r in zip(words, [1, 0, 3, 10], strict=True)))
     assert all(fork_point(e) is None for e in whole.episodes)
     assert [len(g.episodes) for g in by_peers(step_data([whole])).groups] == [2, 2]
-    learnt = compared_with_peers(step_data([whole]), advantage.resolve("group_mean"), trunk="group")
-    assert [a[-1] for a in learnt.advantages[0]] == [-1, -5, 1, 5]
+    result = compared_with_peers(step_data([whole]), advantage.resolve("group_mean"), trunk="group")
+    assert [a[-1] for a in result.advantages[0]] == [-1, -5, 1, 5]
 
 
 def test_what_the_trunk_earned_before_the_pivot_does_not_count_in_the_fork() -> None:

@@ -97,13 +97,13 @@ def test_a_term_and_its_gradient_are_the_formulas(x, name, settings, reference):
     given = [n.policy_logprobs, n.entropy]
     for which, slope in enumerate(slopes):
         numeric = np.zeros(SHAPE)
-        for place in np.ndindex(*SHAPE):
+        for index in np.ndindex(*SHAPE):
             ends = []
             for step in (1e-6, -1e-6):
                 moved = [a.copy() for a in given]
-                moved[which][place] += step
+                moved[which][index] += step
                 ends.append(wanted(*moved))
-            numeric[place] = (ends[0] - ends[1]) / 2e-6
+            numeric[index] = (ends[0] - ends[1]) / 2e-6
         np.testing.assert_allclose(slope, numeric, rtol=1e-4, atol=1e-6)
 
 
@@ -309,7 +309,7 @@ def test_components_ask_for_what_they_need():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (["algorithm.losses={a: {loss: nll, coefficient: 0}}"], "losses.a.coefficient=0 leaves"),
         (
@@ -354,8 +354,8 @@ def test_components_ask_for_what_they_need():
         (["algorithm.losses.a.coeficient=1"], "did you mean algorithm.losses.a.coefficient"),
     ],
 )
-def test_settings_without_an_effect_are_refused(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_without_an_effect_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
         load({}, settings)
 
 
@@ -401,7 +401,7 @@ def test_a_component_of_ones_own_that_is_right_passes(own, choice):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("choice", "told"),
+    ("choice", "message"),
     [
         ("averaged", "must return one float per token"),
         ("constant", "has no gradient with respect to"),
@@ -412,9 +412,9 @@ def test_a_component_of_ones_own_that_is_right_passes(own, choice):
         ("missing", "has no function missing"),
     ],
 )
-def test_a_component_of_ones_own_that_is_wrong_is_refused(own, choice, told):
+def test_a_component_of_ones_own_that_is_wrong_is_refused(own, choice, message):
     section = AlgorithmSection(losses={"mine": {"loss": f"{own}:{choice}"}})
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         check_algorithm(section, None)
 
 

@@ -112,7 +112,7 @@ def packed() -> TokenInputs:
 
 
 def each_sequence(n: TokenInputs, values: np.ndarray, reduction) -> np.ndarray:
-    """reduction over each sequence's learnt tokens, at all its places."""
+    """reduction over each sequence's trained tokens, at all its tokens."""
     found = np.zeros(n.mask.shape)
     for row, ids in enumerate(n.segment_ids):
         for segment in set(ids.tolist()) - {0}:
@@ -166,8 +166,8 @@ def ref_dppo(n, policy, kl, low, high):
     tv = np.abs(p - q)
     rest = np.log(np.maximum(1 - q, 1e-8)) - np.log(1 - p)
     divergence = q * (n.behavior_logprobs - n.policy_logprobs) + (1 - q) * rest if kl else tv
-    away = ((a > 0) & (p > q)) | ((a < 0) & (p < q))
-    cut = away & (divergence > np.where(a > 0, high, low))
+    outward = ((a > 0) & (p > q)) | ((a < 0) & (p < q))
+    cut = outward & (divergence > np.where(a > 0, high, low))
     return np.where(cut, 0, -np.exp(policy - n.behavior_logprobs) * a), cut
 
 
@@ -268,10 +268,10 @@ def test_a_loss_is_its_papers_formula(packed, name, settings, reference):
         return np.where(n.mask, reference(n, policy)[0], 0).sum()
 
     slopes = np.zeros(n.mask.shape)
-    for place in zip(*np.nonzero(n.mask), strict=True):
+    for index in zip(*np.nonzero(n.mask), strict=True):
         step = np.zeros(n.mask.shape)
-        step[place] = 1e-6
-        slopes[place] = (total(n.policy_logprobs + step) - total(n.policy_logprobs - step)) / 2e-6
+        step[index] = 1e-6
+        slopes[index] = (total(n.policy_logprobs + step) - total(n.policy_logprobs - step)) / 2e-6
     grads = gradient(lambda y: token_loss[name](y, **settings).loss, packed)
     np.testing.assert_allclose(grads, slopes, rtol=1e-4, atol=1e-5)
 
@@ -306,11 +306,11 @@ def test_a_ratio_of_ten_nats_is_what_it_is():
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(token_loss))
 def test_a_loss_is_against_its_anchor(packed, name):
-    """Anchored elsewhere, it is what it would be had that drawn the tokens."""
+    """Anchored elsewhere, it is what it would be had that sampled the tokens."""
     other = packed.behavior_logprobs + 0.1
     anchored = packed._replace(anchor_logprobs=other)
-    drawn = packed._replace(behavior_logprobs=other)
-    np.testing.assert_array_equal(token_loss[name](anchored).loss, token_loss[name](drawn).loss)
+    moved = packed._replace(behavior_logprobs=other)
+    np.testing.assert_array_equal(token_loss[name](anchored).loss, token_loss[name](moved).loss)
 
 
 def test_a_dual_clip_that_would_cut_on_policy_tokens_is_refused():

@@ -127,7 +127,7 @@ def test_an_unknown_function_in_the_recipe_is_a_config_error(field, kind):
 
 
 @pytest.mark.full
-def test_where_the_sampler_told_nothing_the_learning_weights_stand_in(x, weights):
+def test_the_learning_weights_replace_missing_log_probs_of_the_sampler(x, weights):
     gaps = jnp.asarray(np.random.default_rng(1).random(SHAPE) < 0.4)
     silent = x._replace(behavior_logprobs=jnp.where(gaps, jnp.nan, x.behavior_logprobs))
     own = x._replace(behavior_logprobs=jnp.where(gaps, x.policy_logprobs, x.behavior_logprobs))
@@ -145,8 +145,8 @@ def test_where_the_sampler_told_nothing_the_learning_weights_stand_in(x, weights
     stats = report(silent, weights)
     m, g = np.asarray(x.mask), np.asarray(gaps)
     assert stats["policy/recomputed_logprob_share"] == pytest.approx(g[m].mean())
-    told = np.abs(np.asarray(x.policy_logprobs - x.behavior_logprobs))[m & ~g]
-    assert stats["mismatch/all_mean"] == pytest.approx(told.mean(), rel=1e-5)
+    reported = np.abs(np.asarray(x.policy_logprobs - x.behavior_logprobs))[m & ~g]
+    assert stats["mismatch/all_mean"] == pytest.approx(reported.mean(), rel=1e-5)
 
 
 @pytest.mark.full

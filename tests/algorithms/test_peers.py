@@ -36,24 +36,24 @@ def group_of(seed: int, seats: tuple[str, ...], number: int = 0) -> EpisodeGroup
     """Episodes of different lengths and rewards, one for each of these seats, in this order."""
     rng = np.random.default_rng(seed)
     episodes, scores = [], []
-    for place, seat in enumerate(seats):
+    for index, seat in enumerate(seats):
         length = 4 + int(rng.integers(0, 4))
-        drawn = rng.random(length) < 0.7
-        drawn[0], drawn[-1] = False, True
+        sampled = rng.random(length) < 0.7
+        sampled[0], sampled[-1] = False, True
         episodes.append(
             Episode(
                 token_ids=rng.integers(0, 9, length).astype(np.int32),
-                drawn=drawn,
-                logprobs=np.where(drawn, -1.0, 0.0).astype(np.float32),
-                versions=np.where(drawn, 3, -1).astype(np.int32),
-                stop=StopReason.LENGTH if place % 3 == 1 else StopReason.EOS,
+                drawn=sampled,
+                logprobs=np.where(sampled, -1.0, 0.0).astype(np.float32),
+                versions=np.where(sampled, 3, -1).astype(np.int32),
+                stop=StopReason.LENGTH if index % 3 == 1 else StopReason.EOS,
                 seat=seat,
                 peers=seat,
             )
         )
         reward, earned = float(rng.integers(0, 2)), rng.random(length).astype(np.float32)
         parts = {"a": reward, "b": -2 * reward}
-        scores.append(Score(reward=reward, parts=parts, token_rewards=earned * drawn))
+        scores.append(Score(reward=reward, parts=parts, token_rewards=earned * sampled))
     prompt = Prompt(prompt_id=0, position=0, token_ids=np.zeros(1, np.int32), text="", reference="")
     return EpisodeGroup(
         prompt=prompt,
@@ -63,14 +63,14 @@ def group_of(seed: int, seats: tuple[str, ...], number: int = 0) -> EpisodeGroup
     )
 
 
-def apart(group: EpisodeGroup) -> list[tuple[list[int], EpisodeGroup]]:
+def split(group: EpisodeGroup) -> list[tuple[list[int], EpisodeGroup]]:
     """The group of each seat alone, written out, and where its episodes were."""
     found = []
     for seat in dict.fromkeys(e.seat for e in group.episodes):
-        places = [i for i, e in enumerate(group.episodes) if e.seat == seat]
-        alone = [replace(group.episodes[i], seat="", peers="") for i in places]
-        scores = tuple(group.scores[i] for i in places)
-        found.append((places, replace(group, episodes=tuple(alone), scores=scores)))
+        indices = [i for i, e in enumerate(group.episodes) if e.seat == seat]
+        alone = [replace(group.episodes[i], seat="", peers="") for i in indices]
+        scores = tuple(group.scores[i] for i in indices)
+        found.append((indices, replace(group, episodes=tuple(alone), scores=scores)))
     return found
 
 
@@ -93,7 +93,7 @@ def test_each_seat_is_compared_as_a_group_of_its_own(
 ) -> None:
     groups = [group_of(seed + n, of, n) for n, of in enumerate(seats)]
     found = compared_with_peers(valued(groups), advantage[name], trunk="group")
-    parts = [(n, *part) for n, group in enumerate(groups) for part in apart(group)]
+    parts = [(n, *part) for n, group in enumerate(groups) for part in split(group)]
     wanted = advantage[name](valued([alone for _, _, alone in parts]))
     assert (found.returns is None) == (wanted.returns is None)
     for column, expected in (
@@ -103,9 +103,9 @@ def test_each_seat_is_compared_as_a_group_of_its_own(
         if column is None or expected is None:
             continue
         assert [len(of) for of in column] == [len(of) for of in seats]
-        for (n, places, _), values in zip(parts, expected, strict=True):
-            for place, of_episode in zip(places, values, strict=True):
-                np.testing.assert_array_equal(column[n][place], of_episode)
+        for (n, indices, _), values in zip(parts, expected, strict=True):
+            for index, of_episode in zip(indices, values, strict=True):
+                np.testing.assert_array_equal(column[n][index], of_episode)
 
 
 @pytest.mark.parametrize("name", sorted(shaping))
@@ -115,7 +115,7 @@ def test_each_seat_is_shaped_as_a_group_of_its_own(name: str) -> None:
 
     groups = [group_of(7 * n, SEATS * 3, n) for n in range(4)]
     found = shape(step_data(groups), [function])
-    parts = [part for group in groups for _, part in apart(group)]
+    parts = [part for group in groups for _, part in split(group)]
     wanted = shape(step_data(parts), [function])
     assert found.counts == wanted.counts
     again = by_peers(found.data)
@@ -127,13 +127,13 @@ def test_each_seat_is_shaped_as_a_group_of_its_own(name: str) -> None:
     for mine, other in zip(again.rewards, wanted.data.rewards, strict=True):
         np.testing.assert_array_equal(mine, other)
     flat = [mask for of in wanted.masks for mask in of]
-    order = [place for group in groups for places, _ in apart(group) for place in places]
+    order = [index for group in groups for indices, _ in split(group) for index in indices]
     if len(flat) == sum(len(g.episodes) for g in groups):  # in each group, in its own order
         for n, group in enumerate(groups):
             size = len(group.episodes)
-            placed = dict(zip(order[n * size :][:size], flat[n * size :][:size], strict=True))
-            for place, mask in enumerate(found.masks[n]):
-                np.testing.assert_array_equal(mask, placed[place])
+            by_index = dict(zip(order[n * size :][:size], flat[n * size :][:size], strict=True))
+            for index, mask in enumerate(found.masks[n]):
+                np.testing.assert_array_equal(mask, by_index[index])
     for group, masks in zip(found.data.groups, found.masks, strict=True):
         assert [len(e.token_ids) for e in group.episodes] == [len(m) for m in masks]
 
@@ -142,7 +142,7 @@ def test_a_game_has_something_to_learn_if_one_seat_has() -> None:
     group = group_of(0, SEATS * 2)
     always = replace(group, scores=tuple(Score(reward=r) for r in (1.0, 0.0, 1.0, 0.0)))
     once = replace(group, scores=tuple(Score(reward=r) for r in (1.0, 0.0, 1.0, 0.5)))
-    assert not has_signal(always), "the first seat always wins: nobody was better than its peers"
+    assert not has_signal(always), "the first seat always wins: no seat was better than its peers"
     assert has_signal(once) and not has_signal(once, least_std=0.3)
     plain = tuple(replace(e, seat="", peers="") for e in group.episodes)
     assert has_signal(replace(always, episodes=plain))
@@ -154,8 +154,8 @@ def test_seats_survive_bytes_and_come_back_in_their_order() -> None:
     assert [(e.seat, e.peers) for e in back.episodes] == [(e.seat, e.peers) for e in group.episodes]
     assert [len(one.episodes) for one in split_group(back)] == [2, 1]
     data = valued([group])
-    learnt = advantage["reinforce"](by_peers(data))
-    assert [len(a) for a in of_groups(learnt, data.groups).advantages[0]] == [
+    estimates = advantage["reinforce"](by_peers(data))
+    assert [len(a) for a in of_groups(estimates, data.groups).advantages[0]] == [
         len(e.token_ids) for e in group.episodes
     ]
 
@@ -198,7 +198,7 @@ def numbers(data: StepData, name: str, least: int = 2) -> list[list[float]]:
         ("rloo", [1, 0, 9], (0, 1, 2), [0, 0, 0]),
     ],
 )
-def test_masked_answers_are_in_nobodys_baseline(name, rewards, cut, wanted) -> None:
+def test_masked_answers_are_in_no_baseline(name, rewards, cut, wanted) -> None:
     found = numbers(masked([rewards, [1, 0]], [cut, ()]), name)
     np.testing.assert_allclose(found[0], wanted, atol=1e-5)
     np.testing.assert_array_equal(found[1], numbers(masked([[1, 0]], [()]), name)[0])
@@ -223,8 +223,8 @@ def test_every_advantage_is_that_of_a_step_without_the_masked_answers(name) -> N
     alone = compared_with_peers(small, advantage[name], trunk="group").advantages
     for of, values, wanted in zip(kept, whole, alone, strict=True):
         for index, value in enumerate(values):
-            place = of.tolist().index(index) if index in of else None
-            np.testing.assert_array_equal(value, 0 * value if place is None else wanted[place])
+            at = of.tolist().index(index) if index in of else None
+            np.testing.assert_array_equal(value, 0 * value if at is None else wanted[at])
 
 
 def test_a_group_of_which_too_few_are_left_learns_nothing_and_is_counted() -> None:

@@ -132,7 +132,7 @@ def test_no_gradient_goes_through_the_reference_or_the_baseline(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(preference_loss))
-def test_a_place_without_a_pair_gives_neither_loss_nor_gradient(name):
+def test_a_slot_without_a_pair_gives_neither_loss_nor_gradient(name):
     x = jax.tree.map(lambda a: jnp.zeros(2), inputs())
     x = x._replace(baseline=jnp.float32(Z0))
 
@@ -159,7 +159,7 @@ def test_a_missing_reference_is_named(name):
         preference_loss[name](inputs()._replace(reference_chosen=None))
 
 
-def test_kto_without_its_baseline_says_so():
+def test_kto_without_its_baseline_is_refused():
     with pytest.raises(ConfigError, match="baseline"):
         preference_loss["kto"](inputs()._replace(baseline=None))
 

@@ -189,7 +189,7 @@ def test_a_critic_cannot_learn_from_some_answers_alone():
         )
 
 
-def test_a_shaping_of_the_users_that_fails_is_told_with_its_error(tmp_path):
+def test_a_shaping_of_the_users_that_fails_is_refused_with_its_error(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def wild(shaped):\n    return shaped.nothing\n")
     with pytest.raises(ConfigError, match=r"algorithm\.shaping = .*wild.* AttributeError: "):

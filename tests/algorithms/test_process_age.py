@@ -16,7 +16,7 @@ VERSION = 7
 
 
 def judged(number: int, versions: tuple[int, ...], process: bool = True) -> EpisodeGroup:
-    """A group of three answers of two tokens, the first tokens drawn by these versions."""
+    """A group of three answers of two tokens, the first tokens sampled by these versions."""
     episodes = [episode_of([-1, version, 7]) for version in versions]
     group = group_of(number, episodes, [0.0, 1.0, 0.25])
     scores = [

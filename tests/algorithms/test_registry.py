@@ -89,7 +89,7 @@ def test_two_choices_at_once_are_refused(shapes):
         shapes.resolve({"circle": {}, "square": {"side": 1.0}})
 
 
-def test_a_number_out_of_its_range_is_told_with_setting_and_range(shapes):
+def test_a_number_out_of_its_range_is_refused_with_setting_and_range(shapes):
     with pytest.raises(ConfigError, match=r"draw.shape: shape 'ring': inner must be float >= 0"):
         shapes.resolve({"ring": {"inner": -0.5}})
     assert shapes.resolve({"ring": {"inner": 0}})(3.0) == 6.0
@@ -130,7 +130,7 @@ def test_a_typed_argument_gets_what_yaml_can_say_in_its_type(kind, value, bound)
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "told"),
+    ("kind", "value", "expected"),
     [
         (tuple[float, float], [0.1], "[float, float], not [0.1]"),
         (tuple[float, float], [0.1, True], "[float, float], not"),
@@ -142,7 +142,7 @@ def test_a_typed_argument_gets_what_yaml_can_say_in_its_type(kind, value, bound)
     ],
     ids=str,
 )
-def test_a_typed_argument_of_another_type_is_refused_in_words(kind, value, told):
+def test_a_typed_argument_of_another_type_is_refused_in_words(kind, value, expected):
     registry = Registry("shape", "draw.shape", NoFacts)
 
     def typed(x, *, given):
@@ -152,7 +152,7 @@ def test_a_typed_argument_of_another_type_is_refused_in_words(kind, value, told)
     registry(typed)
     with pytest.raises(ConfigError) as refused:
         registry.resolve({"typed": {"given": value}})
-    assert f"given must be {told}" in str(refused.value)
+    assert f"given must be {expected}" in str(refused.value)
 
 
 def test_a_function_without_types_takes_what_it_is_given(shapes):

@@ -29,12 +29,12 @@ SETTINGS = {
 }
 
 
-def episode(drawn: int, stop: StopReason = StopReason.EOS) -> Episode:
-    mask = np.arange(drawn + 1) > 0
+def episode(length: int, stop: StopReason = StopReason.EOS) -> Episode:
+    mask = np.arange(length + 1) > 0
     return Episode(
-        token_ids=np.arange(drawn + 1, dtype=np.int32),
+        token_ids=np.arange(length + 1, dtype=np.int32),
         drawn=mask,
-        logprobs=np.zeros(drawn + 1, np.float32),
+        logprobs=np.zeros(length + 1, np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32),
         stop=stop,
     )
@@ -65,8 +65,8 @@ def shaped_by(name: str, *groups: EpisodeGroup, **settings: float):
     return shape(step_data(groups), [function])
 
 
-def places(of: EpisodeGroup) -> list[int]:
-    """Where its episodes stood in the group they were taken from: lengths are places plus one."""
+def indices(of: EpisodeGroup) -> list[int]:
+    """Where its episodes stood in the group they were taken from: lengths are indices plus one."""
     return [e.num_drawn - 1 for e in of.episodes]
 
 
@@ -78,7 +78,7 @@ sizes = st.lists(
 steps = st.lists(sizes, min_size=1, max_size=4)
 
 
-def step_of(drawn) -> list[EpisodeGroup]:
+def step_of(answers) -> list[EpisodeGroup]:
     return [
         group(
             [r for r, _, _ in of_group],
@@ -86,16 +86,16 @@ def step_of(drawn) -> list[EpisodeGroup]:
             number,
             tuple(i for i, (_, _, cut) in enumerate(of_group) if cut),
         )
-        for number, of_group in enumerate(drawn)
+        for number, of_group in enumerate(answers)
     ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(shaping))
 @settings(deadline=None, max_examples=40)
-@given(drawn=steps)
-def test_whatever_is_shaped_fits_together_and_counts_what_changed(name, drawn):
-    groups = step_of(drawn)
+@given(answers=steps)
+def test_whatever_is_shaped_fits_together_and_counts_what_changed(name, answers):
+    groups = step_of(answers)
     before = step_data(groups)
     result = shaped_by(name, *groups)
     (key,) = result.counts
@@ -107,14 +107,14 @@ def test_whatever_is_shaped_fits_together_and_counts_what_changed(name, drawn):
         for e, mask in zip(g.episodes, masks, strict=True):
             assert mask.dtype == bool and mask.shape == e.drawn.shape and not mask[~e.drawn].any()
     same_rewards = all(map(np.array_equal, before.rewards, data.rewards))
-    learnt = [m.sum() for of_group in result.masks for m in of_group]
-    untouched = same_rewards and learnt == [e.num_drawn for g in groups for e in g.episodes]
+    trained = [m.sum() for of_group in result.masks for m in of_group]
+    untouched = same_rewards and trained == [e.num_drawn for g in groups for e in g.episodes]
     assert untouched or result.counts[key] > 0
     for a, b in zip(before.rewards, step_data(groups).rewards, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_without_any_everything_drawn_is_learnt():
+def test_without_any_everything_sampled_is_trained():
     result = shape(step_data([group([1.0, 0.0])]))
     assert all(
         (m == e.drawn).all()
@@ -132,13 +132,13 @@ def test_the_soft_penalty_falls_evenly_from_nothing_to_one_over_the_cache(length
     assert soft_overlong_penalty(length + 1, most, cache) <= penalty
 
 
-def test_the_soft_penalty_is_added_by_drawn_length():
+def test_the_soft_penalty_is_added_by_sampled_length():
     result = shaped_by("soft_overlong", group([1.0, 1.0, 1.0], [3, 5, 9]), weight=0.5)
     np.testing.assert_allclose(result.data.rewards[0], [1.0, 1 - 0.5 * 2 / 3, 0.5])
     assert result.counts == {"shaping/overlong_penalized": 2}
 
 
-def test_truncated_episodes_are_not_learnt_but_still_counted_in_the_baseline():
+def test_truncated_episodes_are_not_trained_on_but_still_counted_in_the_baseline():
     result = shaped_by("mask_truncated", group([1.0, 0.0], [2, 3], cut=(1,)))
     assert [m.sum() for m in result.masks[0]] == [2, 0]
     assert result.data.rewards[0].tolist() == [1.0, 0.0]
@@ -187,8 +187,8 @@ def test_downsampling_keeps_shares_order_and_no_more_than_asked_for(rewards, kee
     full = group(rewards, number=number)
     small = shaped_by("downsample", full, keep=keep).data.groups[0]
     assert len(small.episodes) == min(keep, len(rewards))
-    assert places(small) == sorted(set(places(small)))
-    assert [rewards[p] for p in places(small)] == [s.reward for s in small.scores]
+    assert indices(small) == sorted(set(indices(small)))
+    assert [rewards[p] for p in indices(small)] == [s.reward for s in small.scores]
     if keep < len(rewards):
         share, right = keep * sum(rewards) / len(rewards), sum(s.reward for s in small.scores)
         assert abs(right - share) <= 1
@@ -202,12 +202,12 @@ def test_downsampling_is_keyed_by_identity_and_prefers_clean_solutions():
     other = group(rewards, number=4, penalties=penalties)
     alone = shaped_by("downsample", first, keep=8).data
     beside = shaped_by("downsample", other, first, keep=8).data
-    assert places(alone.groups[0]) == places(beside.groups[1])
+    assert indices(alone.groups[0]) == indices(beside.groups[1])
     clean = [s.parts["penalty"] == 0 for s in alone.groups[0].scores if s.reward == 1]
     assert all(clean) and len(clean) == 4
     draws = [shaped_by("downsample", first, keep=8, seed=s).data.groups[0] for s in range(20)]
-    seen = {tuple(places(g)) for g in draws}
-    assert len(seen) > 10, "wrong answers are drawn at random"
+    seen = {tuple(indices(g)) for g in draws}
+    assert len(seen) > 10, "wrong answers are taken at random"
 
 
 def test_downsampling_takes_token_rewards_and_values_along():
@@ -304,5 +304,5 @@ def test_a_penalty_of_0_weighs_a_thousand_times_one_of_1():
     for seed in range(100):
         full = group(rewards, number=seed, penalties=penalties)
         left = shaped_by("downsample", full, keep=4, seed=seed).data.groups[0]
-        stay += sum(p < 2 for p in places(left))
+        stay += sum(p < 2 for p in indices(left))
     assert 170 <= stay < 200, "nearly always both, not always"

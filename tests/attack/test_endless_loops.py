@@ -88,7 +88,7 @@ def test_one_group_with_a_signal_begins_the_count_anew():
     fill(buffer, 0.0, 0.0, groups=126)
     with pytest.raises(TimeoutError):
         buffer.draw(0, 0.01)
-    assert buffer.stats().barren == 127
+    assert buffer.stats().without_signal == 127
 
 
 def test_0_is_no_limit_and_the_default_of_the_settings_is_ten_steps_worth():
@@ -115,7 +115,7 @@ def test_each_steps_worth_of_dropped_groups_is_told_once_on_the_console_and_in_t
             admitted=0,
             trained=0,
             dropped={},
-            barren=readings.pop(0),
+            without_signal=readings.pop(0),
             no_signal="no pair; the last rewards are 0 to 0",
         )
 

@@ -112,7 +112,7 @@ def test_with_lookahead_a_slow_group_is_overtaken_and_then_comes_first():
     assert numbers(b.draw(1, 0).groups) == [0]
 
 
-def test_a_failed_groups_place_goes_to_a_fresh_one_at_once():
+def test_a_failed_groups_slot_goes_to_a_fresh_one_at_once():
     b = buffer(2)
     first, second = b.admit(0)
     b.fail(first, make_prompt(), Drop.FAILED)
@@ -132,7 +132,7 @@ def test_failing_twice_or_after_close_changes_nothing():
     assert b.stats().dropped == {"failed": 2} and b.stats().active == 0
 
 
-def test_what_is_too_old_is_dropped_told_counted_and_replaced():
+def test_what_is_too_old_is_dropped_reported_counted_and_replaced():
     b = buffer(1, 1, version=5)
     old, other = b.admit(0)
     b.put(make_group(old, [3, 5, 5, 5]))
@@ -148,24 +148,24 @@ def test_what_is_too_old_is_dropped_told_counted_and_replaced():
     assert (b.stats().mean_kept_tokens, b.stats().mean_dropped_tokens) == (2.0, 4.0)
 
 
-def test_what_newer_weights_drew_is_never_trained_on():
+def test_what_newer_weights_sampled_is_never_trained_on():
     b = buffer(1, version=3)
     (ticket,) = b.admit(0)
     b.put(make_group(ticket, [3, 4]))
     with pytest.raises(TimeoutError):
         b.draw(3, 0)
     assert b.stats().dropped == {"from_the_future": 1}
-    assert [t.version for t in b.admit(0)] == [3], "no livelock: its place is free again"
+    assert [t.version for t in b.admit(0)] == [3], "no livelock: its slot is free again"
 
 
-def test_a_dropped_groups_place_wakes_a_blocked_admit_while_the_trainer_waits():
+def test_a_dropped_groups_slot_wakes_a_blocked_admit_while_the_trainer_waits():
     b = buffer(1, version=3)
     (ticket,) = b.admit(0)
-    admitted, drawn = in_thread(b.admit), in_thread(lambda: b.draw(3))
+    admitted, draw = in_thread(b.admit), in_thread(lambda: b.draw(3))
     b.put(make_group(ticket, [4]))
     (fresh,) = admitted()
     b.put(make_group(fresh))
-    assert numbers(drawn().groups) == [1]
+    assert numbers(draw().groups) == [1]
 
 
 def test_nothing_is_admitted_while_paused():
@@ -210,7 +210,7 @@ def test_a_lookahead_that_could_never_fill_a_step_is_refused():
         buffer(2, 1, lookahead=3)
 
 
-def test_waits_are_told_in_seconds():
+def test_waits_are_reported_in_seconds():
     b = buffer(1, clock=VirtualClock(tick_s=0.5))
     put_all(b, b.admit(0))
     assert b.draw(0, 0).waited_s == 0.5
@@ -218,7 +218,7 @@ def test_waits_are_told_in_seconds():
     assert (stats.admit_wait_s, stats.draw_wait_s) == (0.5, 0.5)
 
 
-def test_a_reading_tells_where_every_slot_is():
+def test_the_statistics_count_every_slot():
     b = buffer(2, 1)
     tickets = b.admit(0)
     put_all(b, tickets[:3])
@@ -228,7 +228,7 @@ def test_a_reading_tells_where_every_slot_is():
     assert (s.admitted, s.trained) == (4, 2)
 
 
-def test_after_a_restore_tickets_go_on_with_the_trainers_version():
+def test_after_a_restore_tickets_continue_with_the_trainers_version():
     b = buffer(2, 1)
     tickets = b.admit(0)
     b.fail(tickets[0], make_prompt(), Drop.FAILED)
@@ -281,7 +281,7 @@ def test_a_restored_limit_holds_within_the_new_bound():
     assert (resumed.stats().capacity, narrower.stats().capacity) == (3, 2)
 
 
-def test_the_ledger_tells_every_fate_with_its_facts(tmp_path):
+def test_the_ledger_has_every_outcome_with_its_facts(tmp_path):
     path = tmp_path / "ledger.jsonl"
     b = buffer(1, 2, version=4, ledger=Ledger(path))
     first, second, third = b.admit(0)
@@ -290,8 +290,8 @@ def test_the_ledger_tells_every_fate_with_its_facts(tmp_path):
     b.put(make_group(third, [4, 4, 4]))
     b.draw(4, 0)
     b.close()
-    told = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    assert told == [
+    written = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert written == [
         *({"fate": "admitted", "group": n, "version": 4} for n in range(3)),
         {"fate": "dropped", "group": 0, "prompt": 7, "reason": "failed"},
         {
@@ -334,11 +334,11 @@ def test_a_group_without_a_signal_wakes_a_blocked_admit():
 
 def test_too_many_groups_without_a_signal_end_the_run_where_the_trainer_waits():
     b = buffer(1, has_signal=differs, max_resampled=2)
-    drawn = in_thread(lambda: b.draw(0))
+    draw = in_thread(lambda: b.draw(0))
     for _ in range(3):
         (ticket,) = b.admit(0)
         b.put(make_group(ticket, [0]))
-    error = drawn()
+    error = draw()
     assert isinstance(error, TrainingError)
     assert "3 groups since the last step" in str(error) and "max_resampled (2)" in str(error)
 
@@ -357,8 +357,8 @@ def test_the_limit_counts_anew_for_each_step_and_a_full_step_is_not_refused():
 
 def test_groups_without_a_signal_of_an_earlier_step_do_not_count():
     b = buffer(1, has_signal=differs, max_resampled=2)
-    for version, silent in enumerate((2, 1)):
-        for _ in range(silent):
+    for version, count in enumerate((2, 1)):
+        for _ in range(count):
             (ticket,) = b.admit(0)
             b.put(make_group(ticket, [version]))
         if version:
@@ -418,10 +418,10 @@ def test_a_kept_group_that_grows_too_old_is_retired_and_not_counted_as_dropped(t
     assert [t.group for t in b.admit(0)] == [1]
     assert b.stats().dropped == {} and b.stats().kept == 0
     b.close()
-    told = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    uses = [(x["version"], x["use"]) for x in told if x["fate"] == "trained"]
+    written = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    uses = [(x["version"], x["use"]) for x in written if x["fate"] == "trained"]
     assert uses == [(2, 1), (3, 2)]
-    (retired,) = [x for x in told if x["fate"] == "retired"]
+    (retired,) = [x for x in written if x["fate"] == "retired"]
     assert retired == {"fate": "retired", "group": 0, "version": 4, "uses": 2}
 
 
@@ -476,13 +476,13 @@ def test_where_the_too_old_are_dropped_rollouts_run_ahead_and_the_trainer_skips_
     assert dropped == [(n, "stale", 0) for n in (4, 5, 6, 7)]
 
 
-def test_what_is_too_old_is_told_when_its_version_is_asked_for_and_its_ticket_comes_back(tmp_path):
-    ledger, noted, told = Ledger(tmp_path / "ledger.jsonl"), [], []
+def test_what_is_too_old_is_reported_when_its_version_is_drawn_and_its_ticket_is_reused(tmp_path):
+    ledger, noted, aged = Ledger(tmp_path / "ledger.jsonl"), [], []
     settings = BufferSettings(
         groups_per_step=1, max_staleness=1, when_too_old="drop", overcommit=2.0
     )
     b = ReplayBuffer(settings, ledger=ledger, note=lambda **event: noted.append(event))
-    b.watch(told.append, told.append)
+    b.watch(aged.append, aged.append)
     slow, *others = b.admit(0)
     put_all(b, others)
     with pytest.raises(TimeoutError):
@@ -491,21 +491,21 @@ def test_what_is_too_old_is_told_when_its_version_is_asked_for_and_its_ticket_co
     (second, *_) = b.admit(0)
     for version in (0, 1):
         b.draw(version, 0)
-        assert told == [0], "a token of version 0 may be trained on at 0 and at 1"
+        assert aged == [0], "a token of version 0 may be trained on at 0 and at 1"
     b.set_live(2)
     with contextlib.suppress(TimeoutError):
         b.draw(2, 0)
-    assert told == [0, 1]
-    gone = CancelledGroup(ticket=second, prompt_id=7, oldest=0, lengths=(3, 0))
+    assert aged == [0, 1]
+    cancelled = CancelledGroup(ticket=second, prompt_id=7, oldest=0, lengths=(3, 0))
     before = b.stats()
     for _ in range(2):  # once is as good as twice
-        b.cancel(gone)
+        b.cancel(cancelled)
     after = b.stats()
     assert after.active == before.active - 1 and after.dropped["stale"] >= 1
     assert after.mean_dropped_tokens == before.mean_dropped_tokens, "of finished ones alone"
     put_all(b, b.admit(0))
     draw = b.draw(2, 0)
-    assert draw.cancelled == (gone,) and b.draw(2, 0).cancelled == ()
+    assert draw.cancelled == (cancelled,) and b.draw(2, 0).cancelled == ()
     events = [e for e in noted if e.get("fail") == second.group]
     assert events == [{"fail": second.group, "reason": "stale", "oldest": 0, "lengths": [3, 0]}]
     b.close()
@@ -515,14 +515,14 @@ def test_what_is_too_old_is_told_when_its_version_is_asked_for_and_its_ticket_co
     assert line["lengths"] == [3, 0]
 
 
-def test_where_rollouts_wait_nothing_is_told_to_be_too_old():
-    b, told = buffer(1, 0), []
-    b.watch(told.append, told.append)
+def test_where_rollouts_wait_nothing_is_reported_as_too_old():
+    b, aged = buffer(1, 0), []
+    b.watch(aged.append, aged.append)
     for version in range(3):
         put_all(b, b.admit(0))
         b.draw(version, 0)
         b.set_live(version + 1)
-    assert told == [0]
+    assert aged == [0]
 
 
 def test_a_draw_wakes_a_blocked_admit_where_the_too_old_are_dropped():
@@ -533,7 +533,7 @@ def test_a_draw_wakes_a_blocked_admit_where_the_too_old_are_dropped():
     assert [t.group for t in join()] == [1]
 
 
-def test_with_reuse_kept_groups_take_places_in_memory_until_they_are_spent():
+def test_with_reuse_kept_groups_take_slots_until_they_are_used_up():
     b = buffer(1, 3, when_too_old="drop", reuse=2)
     tickets = b.admit(0)
     assert len(tickets) == 4
@@ -544,7 +544,7 @@ def test_with_reuse_kept_groups_take_places_in_memory_until_they_are_spent():
     assert len(b.admit(0)) == 1
 
 
-def test_a_lower_limit_admits_fewer_and_drops_nobody_that_is_active():
+def test_a_lower_limit_admits_fewer_and_drops_no_active_group():
     b = buffer(1, 3)
     tickets = b.admit(0)
     b.set_limit(1)
@@ -584,8 +584,8 @@ def test_a_waiting_draw_ends_at_the_put_or_failure_that_fills_its_step(lookahead
     draw = random.Random(seed)
     b = buffer(per_step=4, max_staleness=3, lookahead=lookahead)
     tickets = {t.group: t for t in b.admit(0)}
-    drawn, done = [], threading.Event()
-    join = in_thread(lambda: (drawn.append(b.draw(0)), done.set()))
+    draws, done = [], threading.Event()
+    join = in_thread(lambda: (draws.append(b.draw(0)), done.set()))
     order, ready = draw.sample(sorted(tickets), len(tickets)), {}
     pending = sorted(tickets)
     for number in order:
@@ -598,7 +598,7 @@ def test_a_waiting_draw_ends_at_the_put_or_failure_that_fills_its_step(lookahead
         expected = select(pending, ready, 4, lookahead)
         if len(expected) == 4:
             assert done.wait(30), "nothing more will come that it could wait for"
-            assert tuple(numbers(drawn[0].groups)) == expected
+            assert tuple(numbers(draws[0].groups)) == expected
             break
         assert not done.wait(0.002)
     b.close()

@@ -62,8 +62,8 @@ def test_every_way_out_of_the_buffer_is_reported_with_its_task():
     tickets = b.admit(0)
     b.fail(tickets[0], prompt("a"), Drop.FAILED)
     b.fail(tickets[0], prompt("a"), Drop.FAILED)  # again: it is gone
-    gone = CancelledGroup(ticket=tickets[1], prompt_id=7, oldest=0, lengths=(), task="b")
-    b.cancel(gone)
+    cancelled = CancelledGroup(ticket=tickets[1], prompt_id=7, oldest=0, lengths=(), task="b")
+    b.cancel(cancelled)
     b.put(group(tickets[2], "flat"))
     b.put(group(tickets[3], "c"))
     assert events == [("a", 0, Drop.FAILED), ("b", 1, Drop.STALE), ("flat", 2, Drop.NO_SIGNAL)]
@@ -114,10 +114,10 @@ def test_a_trainer_that_waits_is_woken_by_a_task_that_it_does_not_wait_for():
     for ticket in tickets[1:3]:
         b.put(group(ticket, "quick"))
     with ThreadPoolExecutor(1) as thread:
-        drawn = thread.submit(b.draw, 0, 2.0)
+        draw = thread.submit(b.draw, 0, 2.0)
         time.sleep(0.05)  # it waits by now
         b.began(tickets[0], prompt("slow"))
-        assert numbers(drawn.result(5)) == [1, 2]
+        assert numbers(draw.result(5)) == [1, 2]
 
 
 def test_an_overtaken_group_that_ends_too_old_is_dropped():
@@ -163,14 +163,16 @@ def test_running_groups_get_their_age_if_one_may_become_too_old(how, reported):
 
 @pytest.mark.full
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 3), st.integers(1, 2))
-def test_steps_go_on_while_groups_hang_and_none_is_older_than_the_bound(slow, per_step, staleness):
+def test_steps_continue_while_groups_hang_and_none_is_older_than_the_bound(
+    slow, per_step, staleness
+):
     """As many as may hang never end; every step is made of the others."""
     most = staleness * per_step
     b = buffer(per_step, staleness, overtaken_tasks=frozenset({"slow"}))
-    hanging, drawn = 0, set()
+    hanging, taken = 0, set()
     for version in range(6):
-        for place, ticket in enumerate(b.admit(0)):
-            hangs = slow[(ticket.group + place) % len(slow)] and hanging < most
+        for index, ticket in enumerate(b.admit(0)):
+            hangs = slow[(ticket.group + index) % len(slow)] and hanging < most
             b.began(ticket, prompt("slow" if hangs else "quick"))
             if hangs:
                 hanging += 1
@@ -179,8 +181,8 @@ def test_steps_go_on_while_groups_hang_and_none_is_older_than_the_bound(slow, pe
         draw = b.draw(version, 0)
         assert len(draw.groups) == per_step and not draw.dropped
         assert all(version - g.oldest_version <= staleness for g in draw.groups)
-        assert not drawn & set(numbers(draw))
-        drawn |= set(numbers(draw))
+        assert not taken & set(numbers(draw))
+        taken |= set(numbers(draw))
         b.set_live(version + 1)
 
 

@@ -166,7 +166,7 @@ def test_settings_that_would_silently_do_nothing_are_refused(overrides, told, re
     assert told in refusal(CONFIGS / "addition.yaml", *overrides)
 
 
-NOTHING_LEARNT = [
+NOTHING_LEARNED = [
     *(
         (["algorithm.group_size=1", f"algorithm.advantage={name}"], "all advantages would be 0")
         for name in sorted(COMPARED_IN_GROUP)
@@ -229,9 +229,9 @@ NOTHING_LEARNT = [
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"), NOTHING_LEARNT, ids=["-".join(words) for words, _ in NOTHING_LEARNT]
+    ("overrides", "told"), NOTHING_LEARNED, ids=["-".join(words) for words, _ in NOTHING_LEARNED]
 )
-def test_settings_with_which_nothing_or_noise_is_learnt_are_refused(overrides, told, refusal):
+def test_settings_with_which_nothing_or_noise_is_learned_are_refused(overrides, told, refusal):
     assert told in refusal(CONFIGS / "addition.yaml", *overrides)
 
 
@@ -360,11 +360,11 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
     "dynamic_sampling_keeps_some_groups": {
         "algorithm": {"group_size": 1, "dynamic_sampling": True, "advantage": "reinforce_pp"}
     },
-    "dynamic_sampling_selects_by_what_is_learnt": {
+    "dynamic_sampling_selects_by_what_is_trained": {
         "algorithm": {"dynamic_sampling": True},
         "teacher": {"source": "self", "rewards": 0},
     },
-    "worked_answers_are_learnt_at_temperature_1": {
+    "worked_answers_are_trained_on_at_temperature_1": {
         "algorithm": {"supervised_coefficient": 0.1},
         "sampler": {"temperature": 0.5},
     },

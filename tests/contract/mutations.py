@@ -127,7 +127,7 @@ GROUPS = (
     ),
     Group(
         "algorithms/losses",
-        ("algorithms/test_corrections.py::test_by_default_a_token_weighs_what_the_paper_says",),
+        ("algorithms/test_corrections.py::test_by_default_a_token_has_the_weight_of_the_paper",),
         (
             ('OWN_BOUND = DefaultCorrections(behavior="none")', "OWN_BOUND = DefaultCorrections()"),
             (
@@ -168,7 +168,7 @@ GROUPS = (
     Group(
         "algorithms/forks",
         ("algorithms/test_forks.py",),
-        (("np.arange(len(reference)) >= point.place", "np.arange(len(reference)) > point.place"),),
+        (("np.arange(len(reference)) >= point.start", "np.arange(len(reference)) > point.start"),),
     ),
     Group(
         "data/records",
@@ -261,7 +261,7 @@ GROUPS = (
     Group(
         "trainer/learner",
         (
-            "trainer/test_learner.py::test_two_right_answers_beside_a_masked_one_learn_only_from_it_if_it_is_compared",
+            "trainer/test_learner.py::test_two_right_answers_with_a_masked_one_learn_only_from_it_if_it_is_compared",
         ),
         (("            shaped = compare_unmasked(shaped)\n", "            pass\n"),),
     ),
@@ -352,24 +352,22 @@ GROUPS = (
         ),
         (
             (
-                "np.arange(len(self.places)) >= self.shared",
-                "np.arange(len(self.places)) > self.shared",
+                "np.arange(len(self.indices)) >= self.shared",
+                "np.arange(len(self.indices)) > self.shared",
             ),
         ),
     ),
     Group(
         "trainer/prefix_plan",
-        (
-            "trainer/test_shared_prefixes.py::test_each_token_sees_its_context_and_is_learnt_in_one_place",
-        ),
+        ("trainer/test_shared_prefixes.py::test_each_token_sees_its_context_and_is_trained_once",),
         (
             (
-                "most = min(length - 1, key.first_learnt)",
-                "most = min(length - 1, key.first_learnt + 1)",
+                "most = min(length - 1, key.first_trained)",
+                "most = min(length - 1, key.first_trained + 1)",
             ),
             (
-                "np.minimum(group.common[place, :place], most) - 1",
-                "np.minimum(group.common[place, :place], most)",
+                "np.minimum(group.common[position, :position], most) - 1",
+                "np.minimum(group.common[position, :position], most)",
             ),
         ),
     ),
@@ -409,12 +407,12 @@ GROUPS = (
         ),
         (
             ("behavior[flat] - teacher.logprobs[used]", "teacher.logprobs[used] - behavior[flat]"),
-            ("teacher.weight * whole[known]", "whole[known]"),
-            ("own[teacher.places] & mask[flat]", "own[teacher.places]"),
+            ("teacher.weight * of_spans[known]", "of_spans[known]"),
+            ("owned[teacher.places] & mask[flat]", "owned[teacher.places]"),
             ("total / count", "total"),
             ("weights[flat, slot] = teacher.weight", "weights[flat, slot] = 1.0"),
             ("for t in of_one if t.teacher == name}", "for t in of_one}"),
-            ("known = np.isfinite(apart)", "known = apart == apart"),
+            ("known = np.isfinite(difference)", "known = difference == difference"),
         ),
     ),
     Group(
@@ -469,7 +467,7 @@ GROUPS = (
             "trainer/test_named_teachers.py::test_spans_are_compared_as_a_whole_where_no_tokens_match",
         ),
         (
-            ("place = jnp.where(last < 0, length, last)", "place = last"),
+            ("index = jnp.where(last < 0, length, last)", "index = last"),
             ("jnp.sum(teacher.weights * of_spans", "jnp.sum(of_spans"),
             ("jnp.log(jnp.maximum(-jnp.expm1(logprobs), MIN_REST))", "jnp.log(MIN_REST)"),
         ),
@@ -481,9 +479,9 @@ GROUPS = (
             "trainer/test_distill.py::test_the_slope_of_the_order_is_the_students_alone",
         ),
         (
-            ("jnp.where(teacher_ids < 0, given, 0.0), k)[0]", "given, k)[0]"),
+            ("jnp.where(teacher_ids < 0, probs, 0.0), k)[0]", "probs, k)[0]"),
             ("jnp.where(alone, jnp.exp(student), 0.0), k)[0]", "jnp.exp(student), k)[0]"),
-            ("jnp.where(theirs > 0, jnp.abs(ours - theirs), 0.0)", "jnp.abs(ours - theirs)"),
+            ("jnp.where(teacher > 0, jnp.abs(own - teacher), 0.0)", "jnp.abs(own - teacher)"),
             (
                 "jnp.exp(jax.lax.stop_gradient(teacher_logprobs.astype(jnp.float32)))",
                 "jnp.exp(teacher_logprobs.astype(jnp.float32))",
@@ -497,7 +495,7 @@ GROUPS = (
         ),
         (
             ("jnp.where(ids < 0, MIN_LOGPROB, logprobs)", "logprobs"),
-            ("apart + unmatched.weight * sorted", "apart + sorted"),
+            ("gap + unmatched.weight * sorted", "gap + sorted"),
         ),
     ),
     Group(
@@ -522,36 +520,36 @@ GROUPS = (
         ),
     ),
     Group(
-        "teachers/other_tokens",
-        ("teachers/test_other_tokens.py",),
+        "teachers/retokenizer",
+        ("teachers/test_retokenizer.py",),
         (
             ("= self._own_ends[0]", "= -1"),
-            ("alone[:-1] | (drawn[1:] != drawn[:-1])", "alone[:-1]"),
+            ("alone[:-1] | (sampled[1:] != sampled[:-1])", "alone[:-1]"),
             ("content[: error.start]", "content[: error.start - 1]"),
             ("pieces[0] = pieces[0][1:]", "pieces[0] = pieces[0][:]"),
             ("of_run.moved(start, length)", "of_run.moved(start, 0)"),
-            ("if drawn[start]:", "if len(ids):"),
+            ("if sampled[start]:", "if len(ids):"),
         ),
     ),
     Group(
         "teachers/episode_teacher",
-        ("teachers/test_other_tokens.py",),
+        ("teachers/test_retokenizer.py",),
         (
             ("moved(start, parts[-1].num_spans if parts else 0)", "moved(start, 0)"),
-            ("[found.logprobs[a:b].sum(", "[found.logprobs[a : a + 1].sum("),
-            ("np.count_nonzero(drawn) - covered", "covered"),
-            ("spans.ours[numbers, 0] + inside", "spans.ours[numbers, 0]"),
-            ("top_ids[ends[single]] = ids", "top_ids[ends[single]] = theirs"),
+            ("[scores.logprobs[a:b].sum(", "[scores.logprobs[a : a + 1].sum("),
+            ("np.count_nonzero(sampled) - covered", "covered"),
+            ("spans.policy[numbers, 0] + inside", "spans.policy[numbers, 0]"),
+            ("top_ids[ends[single]] = ids", "top_ids[ends[single]] = likely_ids"),
             ("written.spans.moved(replaced, len(opening))", "written.spans.moved(replaced, 0)"),
         ),
     ),
     Group(
-        "teachers/teacher_here",
-        ("teachers/test_teacher_here.py",),
+        "teachers/in_process_teacher",
+        ("teachers/test_in_process_teacher.py",),
         (
             ("(len(taken) + 1) * longest > self._max_tokens", "len(taken) > self._max_tokens"),
             ("if future.set_running_or_notify_cancel()", "if future is not None"),
-            ('self._counts["failures"] += len(asked)', 'self._counts["failures"] += 0'),
+            ('self._counts["failures"] += len(requests)', 'self._counts["failures"] += 0'),
         ),
     ),
     Group(
@@ -568,9 +566,9 @@ GROUPS = (
         ("teachers/test_teacher_scorer.py",),
         (
             ("(-pair[1], pair[0])", "(pair[1], pair[0])"),
-            ("logprobs[place] = known[own]", "logprobs[place] = max(known.values())"),
+            ("logprobs[index] = known[own]", "logprobs[index] = max(known.values())"),
             ("if not 0 <= token < vocab", "if not 0 <= token <= 99"),
-            ("given[: len(token_ids)]", "given"),
+            ("items[: len(token_ids)]", "items"),
             ("if len(best) < top_k:", "if len(best) < top_k - 1:"),
         ),
     ),
@@ -578,9 +576,9 @@ GROUPS = (
         "teachers/episode_teacher",
         ("teachers/test_teacher_scorer.py",),
         (
-            ("said.moved(start, ", "said.moved(0, "),
-            (".at(places + len(opening))", ".at(places)"),
-            ("_Said(places + replaced, *found", "_Said(places, *found"),
+            ("scores.moved(start, ", "scores.moved(0, "),
+            (".at(indices + len(opening))", ".at(indices)"),
+            ("_TokenLogprobs(indices + replaced, *scores", "_TokenLogprobs(indices, *scores"),
             (">= self._named_tokens", "> self._named_tokens"),
         ),
     ),
@@ -621,14 +619,14 @@ GROUPS = (
     Group(
         "trainer/credit",
         (
-            "trainer/test_learner.py::test_the_rank_of_the_covariance_is_by_size_over_the_learnt_tokens",
+            "trainer/test_learner.py::test_the_rank_of_the_covariance_is_by_size_over_the_trained_tokens",
         ),
         (("np.argsort(-covariance", "np.argsort(covariance"),),
     ),
     Group(
         "trainer/credit",
         (
-            "trainer/test_learner.py::test_two_right_answers_beside_a_masked_one_learn_only_from_it_if_it_is_compared",
+            "trainer/test_learner.py::test_two_right_answers_with_a_masked_one_learn_only_from_it_if_it_is_compared",
         ),
         (("float(num_too_few(data, least))", "float(num_too_few(data, 2))"),),
     ),
@@ -700,7 +698,10 @@ GROUPS = (
         "buffer/select",
         ("buffer/test_replay.py",),
         (
-            ("self._waiting(), ready, self._wanted", "sorted(ready), ready, self._wanted"),
+            (
+                "self._waiting(), ready, self._per_step",
+                "sorted(ready), ready, self._per_step",
+            ),
             ("number <= self._waits_for", "number < self._waits_for"),
         ),
     ),
@@ -709,7 +710,7 @@ GROUPS = (
         ("buffer/test_tasks.py",),
         (
             ("may_age = not self._settings.waits or bool", "may_age = bool"),
-            ("        self._tell_dropped(task, number, reason)\n", ""),
+            ("        self._on_dropped(task, number, reason)\n", ""),
         ),
     ),
     Group(
@@ -722,8 +723,8 @@ GROUPS = (
                 "self._overtaken.add(number)",
             ),
             (
-                "self._judge.unfit(contents.ready, version, max_staleness, bounds)",
-                "self._judge.unfit(contents.ready, version, max_staleness)",
+                "self._ready_check.unfit(contents.ready, version, max_staleness, bounds)",
+                "self._ready_check.unfit(contents.ready, version, max_staleness)",
             ),
         ),
     ),
@@ -802,13 +803,18 @@ GROUPS = (
     Group(
         "trainer/data_metrics",
         ("trainer/test_data_metrics.py",),
-        (("own = [group for group in groups if group.prompt.task == name]", "own = list(groups)"),),
+        (
+            (
+                "of_task = [group for group in groups if group.prompt.task == name]",
+                "of_task = list(groups)",
+            ),
+        ),
     ),
     Group(
         "model/logprobs",
         ("model/test_task_temperatures.py",),
         (
-            ("logits = logits / _divisors(drawn.temperatures)[:, None]\n", "pass\n"),
+            ("logits = logits / _divisors(sampling.temperatures)[:, None]\n", "pass\n"),
             ("logits = logits / _divisors(temperatures)[:, None, None]", "pass"),
             ("return jnp.where(temperatures > 0, temperatures, 1.0)", "return temperatures"),
         ),
@@ -973,7 +979,10 @@ GROUPS = (
         "model/gpu_pages",
         ("model/test_gpu_pages.py",),
         (
-            ("visible &= places[None] > at[:, None] -", "visible &= places[None] >= at[:, None] -"),
+            (
+                "visible &= positions[None] > at[:, None] -",
+                "visible &= positions[None] >= at[:, None] -",
+            ),
             ("jnp.maximum(position + 1 - scoring", "jnp.maximum(position + 2 - scoring"),
             ("sums.total * shrunk +", "sums.total +"),
             ("jnp.exp(largest - jnp.max(largest, axis=0))", "jnp.exp(largest - largest)"),
@@ -1051,8 +1060,8 @@ GROUPS = (
         ),
         (
             (
-                "in_parts=how.in_parts) / how.temperature\n    if drawn.temperatures",
-                "in_parts=how.in_parts)\n    if drawn.temperatures",
+                "in_parts=how.in_parts) / how.temperature\n    if sampling.temperatures",
+                "in_parts=how.in_parts)\n    if sampling.temperatures",
             ),
             (
                 "entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)\n    return jnp.take",
@@ -1103,7 +1112,12 @@ GROUPS = (
     Group(
         "model/heads",
         ("model/test_heads.py::test_a_value_is_of_the_state_before_its_token",),
-        (("return placed(scores.reshape(-1), tokens.segment_ids), after", "return scores, after"),),
+        (
+            (
+                "return at_targets(scores.reshape(-1), tokens.segment_ids), after",
+                "return scores, after",
+            ),
+        ),
     ),
     Group(
         "model/gpu_flash",
@@ -1112,7 +1126,7 @@ GROUPS = (
             "model/test_gpu_flash.py::test_blocks_that_see_nothing_of_each_other_are_left_out",
         ),
         (
-            ("constant_values=True), places + 1, T)", "constant_values=True), places, T)"),
+            ("constant_values=True), indices + 1, T)", "constant_values=True), indices, T)"),
             ("keys + block > earliest - how", "keys > earliest - how"),
         ),
     ),

@@ -430,7 +430,9 @@ def test_auto_takes_the_platforms_kernel_where_it_can_run(device, dtype, head_di
         ("flash", T4, jnp.float32, 64, "of compute capability 8.0, but the trainer's has 7.5"),
     ],
 )
-def test_a_kernel_that_cannot_run_says_why_and_what_to_do(name, device, dtype, head_dim, message):
+def test_a_kernel_that_cannot_run_gives_the_reason_and_the_remedy(
+    name, device, dtype, head_dim, message
+):
     assert message in str(obstacle(name, device, dtype, head_dim))
     mesh: Any = SimpleNamespace(devices=np.array([device]), size=1)
     with pytest.raises(ConfigError, match=f"^model.attention={name} "):
@@ -456,8 +458,8 @@ def test_cards_whose_packed_rows_need_a_newer_cudnn_take_our_kernels(
     chosen = sequence_attention("auto", mesh=mesh, dtype=jnp.bfloat16, head_dim=128)
     assert chosen is SEQUENCE_ATTENTION[name]
     if name == "flash":
-        said = str(obstacle("cudnn", card, jnp.bfloat16, 128))
-        assert re.search(r"needs cuDNN 9\.1\d\.\d on .* but 9\.1\d\.0 is installed", said)
+        reason = str(obstacle("cudnn", card, jnp.bfloat16, 128))
+        assert re.search(r"needs cuDNN 9\.1\d\.\d on .* but 9\.1\d\.0 is installed", reason)
 
 
 def test_the_config_names_every_attention():

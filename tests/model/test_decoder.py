@@ -141,9 +141,9 @@ def test_the_compiled_scan_equals_its_layers_one_by_one(layers):
 
     with jax.disable_jit():
         ones = np.ones_like(ids)
-        apart = hidden_states(spec, params, ids, positions, ones, attention=counted)
+        separate = hidden_states(spec, params, ids, positions, ones, attention=counted)
     assert asked == [((1, 4, 4, 8), (1, 4, 2, 8))] * layers
-    np.testing.assert_allclose(of_one_segment(spec, params, ids), apart, atol=1e-5)
+    np.testing.assert_allclose(of_one_segment(spec, params, ids), separate, atol=1e-5)
 
 
 @pytest.mark.full

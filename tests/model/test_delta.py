@@ -71,7 +71,7 @@ SEGMENTS = [0] * 2 + [1] * 13 + [2] * 1 + [0] * 3 + [3] * 21 + [4] * 4 + [0] * 5
 """Padding in front, between and behind; segments within a chunk of 8 and over several."""
 
 
-def places() -> list[tuple[int, int]]:
+def starts() -> list[tuple[int, int]]:
     ids = np.asarray(SEGMENTS)
     return [(int(np.argmax(ids == i)), int((ids == i).sum())) for i in range(1, 5)]
 
@@ -80,10 +80,10 @@ def places() -> list[tuple[int, int]]:
 def test_packed_sequences_are_as_alone_and_gradients_do_not_cross() -> None:
     given, ids = inputs(len(SEGMENTS), seed=1), jnp.asarray([SEGMENTS])
     packed = gated_delta_rule(given, ids, chunk=8)
-    for start, length in places():
+    for start, length in starts():
         alone = token_by_token(part(given, start, start + length))
         np.testing.assert_allclose(packed[0, start : start + length], alone, atol=2e-5)
-    start, length = places()[2]
+    start, length = starts()[2]
     weights = jnp.asarray(np.random.default_rng(2).normal(size=(length, HEADS, VALUES)))
 
     def of_row(given: DeltaInputs) -> jax.Array:
@@ -107,7 +107,7 @@ def test_a_convolution_sees_the_last_tokens_of_its_segment_alone() -> None:
     draw = np.random.default_rng(3)
     x, weights = draw.normal(size=(1, len(SEGMENTS), 3, 2)), draw.normal(size=(3, 2, 4))
     out = causal_convolution(jnp.asarray(x), jnp.asarray(weights), jnp.asarray([SEGMENTS]))
-    for start, length in places():
+    for start, length in starts():
         for t in range(length):
             seen = range(max(0, t - 3), t + 1)
             total = sum(x[0, start + s] * weights[..., 3 - (t - s)] for s in seen)
@@ -115,8 +115,8 @@ def test_a_convolution_sees_the_last_tokens_of_its_segment_alone() -> None:
             np.testing.assert_allclose(out[0, start + t], wanted, atol=1e-5)
 
 
-def logprobs(params, ids: np.ndarray, places: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    rows = TokenRows(*(jnp.asarray(x)[None] for x in (ids, places, segments)))
+def logprobs(params, ids: np.ndarray, positions: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    rows = TokenRows(*(jnp.asarray(x)[None] for x in (ids, positions, segments)))
     return np.asarray(row_logprobs(SPEC, params, rows))[0]
 
 
@@ -129,7 +129,7 @@ def test_a_decoder_gives_packed_sequences_the_log_probs_that_they_have_alone() -
     positions = np.arange(len(segments)) - begins
     params = tiny_params(SPEC)
     packed = logprobs(params, ids, positions, segments)
-    for start, length in (p for p in places() if p[1] > 1):
+    for start, length in (p for p in starts() if p[1] > 1):
         own = slice(start, start + length)
         alone = logprobs(params, ids[own], np.arange(length), np.ones(length, np.int32))
         np.testing.assert_allclose(packed[own][1:], alone[1:], atol=2e-5)
@@ -140,13 +140,13 @@ def test_a_config_is_read_as_it_was_written_and_what_is_missing_is_refused() -> 
     assert spec_from_hf(config, "config.json") == dataclasses.replace(SPEC, norm_eps=1e-5)
     assert config["layer_types"] == ["linear_attention"] * 3 + ["full_attention"]
     assert ModelSpec.from_fields(dataclasses.asdict(SPEC)) == SPEC
-    for change, said in (
+    for change, message in (
         ({"mlp_only_layers": [1]}, "mlp_only_layers"),
         ({"linear_num_value_heads": 3}, "multiple of linear_num_key_heads"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
         ({"model_type": "qwen4_exp"}, "qwen4_exp"),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             spec_from_hf({**config, **change}, "config.json")
 
 
@@ -157,7 +157,7 @@ def test_shared_prefixes_are_refused() -> None:
 
 
 @pytest.mark.full
-def test_states_go_on_from_part_to_part_as_in_one_sequence() -> None:
+def test_states_continue_from_part_to_part_as_in_one_sequence() -> None:
     """Parts of 1, 17, 3 and 24 tokens, padded to 24 and beside a row of other lengths."""
     given, whole = inputs(45, seed=5), token_by_token(inputs(45, seed=5))
     state, start = jnp.zeros((2, HEADS, KEYS, VALUES)), 0
@@ -180,7 +180,7 @@ def test_states_go_on_from_part_to_part_as_in_one_sequence() -> None:
 
 
 @pytest.mark.full
-def test_a_convolution_goes_on_from_its_last_inputs() -> None:
+def test_a_convolution_continues_from_its_last_inputs() -> None:
     draw = np.random.default_rng(3)
     x, weights = draw.normal(size=(1, 12, 3, 2)), draw.normal(size=(3, 2, 4))
     whole = causal_convolution(jnp.asarray(x), jnp.asarray(weights), jnp.ones((1, 12), jnp.int32))

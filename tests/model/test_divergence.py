@@ -104,7 +104,7 @@ def test_the_likeliest_tokens_come_sorted_with_their_logprobs(chunk):
     np.testing.assert_allclose(found[FOLLOWS], np.asarray(logprobs)[FOLLOWS], atol=1e-5)
 
 
-def test_chunks_do_not_change_what_a_function_says_of_a_token():
+def test_chunks_do_not_change_what_a_function_returns_for_a_token():
     x = jnp.arange(14.0).reshape(7, 2)
     for chunk in (1, 2, 7, 9):
         got = over_chunks(lambda a, b: (a.sum(-1), b * 2), (x, x[:, 0]), chunk=chunk)

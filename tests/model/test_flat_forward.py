@@ -70,10 +70,10 @@ def test_each_of_them_keeps_its_own_adapter() -> None:
         {n: jax.random.normal(jax.random.key(len(n)), w.shape) / 8 for n, w in layer.items()}
         for layer in empty_stack(spec, room, jnp.float32)
     ]
-    places = np.repeat(np.array([1, 0, 3], np.int32), [14, 17, 17])
+    slots = np.repeat(np.array([1, 0, 3], np.int32), [14, 17, 17])
     layers = split_layers(spec, tiny_params(spec))
     _, base = forward(spec, layers, LAST)
-    mixed = layers_with_stack(room, layers, stack, places)
+    mixed = layers_with_stack(room, layers, stack, slots)
     (_, wanted), (_, found) = forward(spec, mixed), forward(spec, mixed, LAST)
     np.testing.assert_allclose(found, wanted[LAST], atol=1e-5)
     moved = np.abs(found - base).max(axis=1)

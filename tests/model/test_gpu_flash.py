@@ -104,12 +104,12 @@ def test_blocks_that_see_nothing_of_each_other_are_left_out():
     the block that it reaches into."""
     T, block = 8 * 128, 128
     segments = jnp.asarray([row_of([128] * 8, T)])
-    ends, places = gpu_flash.segment_ends(segments), jnp.arange(T, dtype=jnp.int32)
+    ends, indices = gpu_flash.segment_ends(segments), jnp.arange(T, dtype=jnp.int32)
     how = partial(gpu_flash.How, 1.0, contiguous=True, block=block)
     own = [[i, i + 1] for i in range(8)]
-    for found in gpu_flash._ranges(gpu_flash.Mask(places, ends, None, None), how(PLAIN)):
+    for found in gpu_flash._ranges(gpu_flash.Mask(indices, ends, None, None), how(PLAIN)):
         assert found[0].tolist() == own
-    whole = gpu_flash.Mask(places, jnp.full_like(ends, T), places[None], places[None])
+    whole = gpu_flash.Mask(indices, jnp.full_like(ends, T), indices[None], indices[None])
     of_queries, of_keys = gpu_flash._ranges(whole, how(Scoring(window=100)))
     assert of_queries[0].tolist() == [[max(0, i - 1), i + 1] for i in range(8)]
     assert of_keys[0].tolist() == [[i, min(8, i + 2)] for i in range(8)]

@@ -34,11 +34,11 @@ Segments = list[tuple[int, int]]  # start and length
 def runs(ids: list[int]) -> Segments:
     """The runs of equal ids, token by token."""
     found: Segments = []
-    for place, number in enumerate(ids):
-        if place and number == ids[place - 1]:
+    for index, number in enumerate(ids):
+        if index and number == ids[index - 1]:
             found[-1] = found[-1][0], found[-1][1] + 1
         else:
-            found.append((place, 1))
+            found.append((index, 1))
     return found
 
 
@@ -72,13 +72,13 @@ def test_jax_hands_cudnn_each_segment_of_all_rows_in_order():
 
 def seen_by(offsets: Offsets, T: int, window: int) -> Any:
     """What cuDNN lets a query see: its segment alone, causally: [B, 1, T, T]."""
-    place = jnp.arange(T)[:, None]
+    index = jnp.arange(T)[:, None]
     begins, lengths = offsets.starts[:, None, :-1], offsets.lengths[:, None, :]
-    member = (begins >= 0) & (place >= begins) & (place < begins + lengths)  # [B, T, most]
+    member = (begins >= 0) & (index >= begins) & (index < begins + lengths)  # [B, T, most]
     same = jnp.einsum("btm,bsm->bts", member, member, preferred_element_type=jnp.int32) > 0
-    seen = same & (place >= place.T)
+    seen = same & (index >= index.T)
     if window:
-        seen &= place - place.T < window
+        seen &= index - index.T < window
     return seen[:, None]
 
 
@@ -172,9 +172,9 @@ def test_attention_runs_forward_no_more_often_than_a_layer_is_computed(remat, ti
         one = _remat(layer, remat)
         program = jax.make_jaxpr(jax.grad(lambda q: jnp.sum(one(q) * up)))(jnp.asarray(q)).jaxpr
     calls = [e.params.get("name", e.params.get("name_and_src_info")) for e in equations(program)]
-    said = [str(name) for name in calls if name is not None]
+    names_of = [str(name) for name in calls if name is not None]
     names = "cudnn_forward", "flash_forward", "flash_queries"
-    assert [sum(x.startswith(name) for x in said) for name in names] == [times, times, 1]
+    assert [sum(x.startswith(name) for x in names_of) for name in names] == [times, times, 1]
 
 
 @pytest.fixture

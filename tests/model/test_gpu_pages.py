@@ -64,7 +64,7 @@ def exact(case: Case, q, cells, sinks) -> np.ndarray:
 
 
 def arrays_of(case: Case, seed: int = 0):
-    """Queries, pages in random places, what a kernel is told of them, and the right result."""
+    """Queries, pages in random order, where they are, and the right result."""
     rng = np.random.default_rng(seed)
     rows = 1 if case.latent else 2 * case.kv_heads
     width = max(-(-n // case.page) for n in case.lengths) + 1
@@ -88,26 +88,26 @@ def arrays_of(case: Case, seed: int = 0):
         new = np.zeros((tokens, rows, case.width), dtype)
         for table, n, begin, end in zip(tables, case.lengths, begins, begins[1:], strict=False):
             for i in range(begin, end):
-                place = n - end + i
-                cell = table[place // case.page], place % case.page
+                position = n - end + i
+                cell = table[position // case.page], position % case.page
                 new[i], pages[cell] = pages[cell], 1e4  # what must not be read
-    told = (
+    layout = (
         np.asarray(case.lengths, np.int32),
         tables.astype(np.int32),
         begins,
         np.asarray([counted], np.int32),
     )
-    return q, pages, told, sinks, new, wanted
+    return q, pages, layout, sinks, new, wanted
 
 
 def differs(case: Case, mesh=None) -> float:
-    q, pages, told, sinks, new, wanted = arrays_of(case)
+    q, pages, layout, sinks, new, wanted = arrays_of(case)
     run = jax.jit(
-        lambda q, pages, *told: attend_pages(
-            q, pages, *told, case.scoring, sinks, new, mesh=mesh, interpret=True
+        lambda q, pages, *layout: attend_pages(
+            q, pages, *layout, case.scoring, sinks, new, mesh=mesh, interpret=True
         )
     )
-    got = np.asarray(run(q, pages, *told), np.float64)
+    got = np.asarray(run(q, pages, *layout), np.float64)
     assert np.isfinite(got).all()
     return float(np.abs(got - wanted).max())
 
@@ -155,7 +155,7 @@ def splits_of(case: Case) -> int:
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "splits" in n])
-def test_keys_are_divided_where_a_case_says_so(name) -> None:
+def test_keys_are_divided_where_a_case_requires_it(name) -> None:
     assert splits_of(CASES[name]) == 4
 
 

@@ -101,11 +101,11 @@ def test_the_gpus_kernels_give_each_groups_products(n, inputs, outputs, sizes) -
         wanted[1][part] = cotangent[part] @ matrix.T
         wanted[2][group] = rows[part].astype(np.float64).T @ cotangent[part]
     of_sizes = jnp.asarray(sizes, jnp.int32)
-    product = jax.jit(grouped_product_on_gpu, static_argnames=("dtype", "turned"))
+    product = jax.jit(grouped_product_on_gpu, static_argnames=("dtype", "transposed"))
     with interpreted_kernels():
         got = (
             product(rows, matrices, of_sizes, dtype=jnp.float32),
-            product(cotangent, matrices, of_sizes, dtype=jnp.float32, turned=True),
+            product(cotangent, matrices, of_sizes, dtype=jnp.float32, transposed=True),
             jax.jit(matrices_gradient_on_gpu)(rows, cotangent, of_sizes),
         )
     for a, b in zip(got, wanted, strict=True):

@@ -143,8 +143,8 @@ def test_on_a_tpu_pages_are_read_in_place_and_count_whole_registers() -> None:
     assert [x.shape for x in pages.k] == [(5, 16, 128)] * SPEC.layers and not pages.v
     for tokens in (4, 12, 20, 1032, 4096):
         other = section.model_copy(update={"page_tokens": tokens})
-        said = rf"page_tokens={tokens}: .* multiple of 8 up to 1024, or .*gathered"
-        with pytest.raises(ConfigError, match=said):
+        message = rf"page_tokens={tokens}: .* multiple of 8 up to 1024, or .*gathered"
+        with pytest.raises(ConfigError, match=message):
             kv_plan(SPEC, other, jnp.bfloat16, mesh=chip)
         gathered = other.model_copy(update={"attention": "gathered"})
         assert kv_plan(SPEC, gathered, jnp.bfloat16, mesh=chip).copy_bytes > 0
@@ -157,14 +157,14 @@ def test_on_a_tpu_pages_are_read_in_place_and_count_whole_registers() -> None:
 @pytest.mark.exhaustive
 def test_pages_of_both_forms_give_the_same_tokens() -> None:
     """The plain one of the kernel's references, and gathering."""
-    drawn = []
+    completions = []
     for attention in ("ragged", "gathered"):
         section = SECTION.model_copy(update={"attention": attention})
         with closing(Sampler((SPEC, tiny_params(SPEC)), section=section)) as sampler:
             assert sampler.engine.spec.prefills_in_pages == (attention == "ragged")
             done = sampler.generate([wish(i) for i in range(4)])
-            drawn.append([c.token_ids.tolist() for c in done])
-    assert drawn[0] == drawn[1]
+            completions.append([c.token_ids.tolist() for c in done])
+    assert completions[0] == completions[1]
 
 
 def wish(number: int, adapter: str = "", **more) -> Request:
@@ -179,7 +179,7 @@ def wish(number: int, adapter: str = "", **more) -> Request:
     )
 
 
-def drawn(params, wishes, mesh=None):
+def completions(params, wishes, mesh=None):
     with Sampler((SPEC, params), section=SECTION, mesh=mesh) as sampler:
         return sampler.generate([dataclasses.replace(w, adapter="") for w in wishes])
 
@@ -190,7 +190,7 @@ def same(one, other) -> None:
 
 
 @pytest.mark.exhaustive
-def test_adapters_in_one_block_draw_what_each_draws_alone() -> None:
+def test_adapters_in_one_block_sample_what_each_samples_alone() -> None:
     base, made = tiny_params(SPEC), {"a": an_adapter(1), "b": an_adapter(2, rank=3)}
     wishes = [wish(i, name) for i in range(2) for name in ("", "a", "b")]
     settings = SamplerSettings(adapters=AdapterRoom(places=3, rank=4))
@@ -202,15 +202,15 @@ def test_adapters_in_one_block_draw_what_each_draws_alone() -> None:
         params = merged(SPEC, *(made[name][0], base, made[name][1])) if name else base
         own = [w for w in wishes if w.adapter == name]
         got = [done for w, done in zip(wishes, mixed, strict=True) if w.adapter == name]
-        for one, other in zip(got, drawn(params, own), strict=True):
+        for one, other in zip(got, completions(params, own), strict=True):
             same(one, other)
     assert len({tuple(done.token_ids) for done in mixed}) == len(wishes)
 
 
 @pytest.mark.exhaustive
-def test_a_request_saved_with_what_is_cached_goes_on_on_a_mesh() -> None:
+def test_a_request_saved_with_its_cache_continues_on_a_mesh() -> None:
     params, one = tiny_params(SPEC), wish(3)
-    (whole,) = drawn(params, [one])
+    (whole,) = completions(params, [one])
     with Sampler((SPEC, params), section=SECTION.model_copy(update={"block": 1})) as sampler:
         future = sampler.start_many([one])[0]
         while not (partial := sampler.save(one.request_id, stop=False)).token_ids.size:
@@ -229,7 +229,7 @@ def test_a_request_saved_with_what_is_cached_goes_on_on_a_mesh() -> None:
 
 
 @pytest.mark.exhaustive
-def test_contexts_that_share_a_prefix_give_what_they_give_apart() -> None:
+def test_contexts_that_share_a_prefix_give_what_separate_ones_give() -> None:
     params, left = tiny_params(SPEC), 5
     other = np.concatenate([IDS[:left], IDS[:6] + 1])
     ids = np.concatenate([IDS, other[left:]])

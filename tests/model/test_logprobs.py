@@ -145,14 +145,14 @@ def test_the_masked_gradient_is_the_float64_differences_and_finite_even_for_larg
     grads = jax.jit(jax.grad(total, (0, 1)))
     exactly = [np.asarray(x, np.float64) for x in (hidden, head)]
     for argument, gradient in enumerate(grads(hidden, head)):
-        for place in np.ndindex(*gradient.shape):
+        for index in np.ndindex(*gradient.shape):
             ends = []
             for step in (1e-5, -1e-5):
                 moved = [x.copy() for x in exactly]
-                moved[argument][place] += step
+                moved[argument][index] += step
                 ends.append(formula(*moved))
             wanted = (ends[0] - ends[1]) / 2e-5
-            assert gradient[place] == pytest.approx(wanted, abs=1e-3, rel=1e-3)
+            assert gradient[index] == pytest.approx(wanted, abs=1e-3, rel=1e-3)
     for gradient in grads(hidden * 1e4, head):
         assert np.isfinite(gradient).all()
     never = ~kept[2:].any(axis=0)
@@ -235,10 +235,10 @@ def test_a_token_gets_its_logprob_from_the_position_before_it():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("learnt", ["head", "frozen head", "frozen head, entropy"])
+@pytest.mark.parametrize("trained", ["head", "frozen head", "frozen head, entropy"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("masked", [False, True])
-def test_what_is_not_wanted_costs_nothing_and_changes_nothing(learnt, share, masked):
+def test_what_is_not_wanted_costs_nothing_and_changes_nothing(trained, share, masked):
     rng = np.random.default_rng(0)
     n, width, vocab = 23, 8, 19
     x, head = (rng.normal(size=s).astype(np.float32) for s in ((n, width), (width, vocab)))
@@ -250,7 +250,7 @@ def test_what_is_not_wanted_costs_nothing_and_changes_nothing(learnt, share, mas
     )
     kept = bits if masked else None
     how = HeadSettings(chunk=5, temperature=0.7)
-    takes_entropy = learnt != "frozen head"
+    takes_entropy = trained != "frozen head"
     scale = rng.normal(size=(2, n)).astype(np.float32)
 
     def loss(function):
@@ -261,7 +261,7 @@ def test_what_is_not_wanted_costs_nothing_and_changes_nothing(learnt, share, mas
                 whole += jnp.sum(jnp.where(wanted, scale[1] * entropy, 0))
             return whole, (logprobs, entropy)
 
-        return jax.value_and_grad(total, (0, 1) if learnt == "head" else 0, has_aux=True)
+        return jax.value_and_grad(total, (0, 1) if trained == "head" else 0, has_aux=True)
 
     def only_wanted(x, head):
         return wanted_logprobs(x, head, targets, wanted, how, kept)
@@ -298,10 +298,10 @@ def test_a_head_shared_over_fsdp_gives_the_same_by_parts_of_the_vocabulary(axes)
 
         return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(x, head)
 
-    def apart(x, head, *rest, **more):
+    def divided(x, head, *rest, **more):
         x, head = layout.place(x, "tokens", None), layout.place(head, "embed", "vocab")
         return blocked_logprobs(x, head, *rest, blocks=3, layout=layout, **more)
 
-    got, expected = all_of(apart), all_of(partial(chunked_logprobs, chunk=8))
+    got, expected = all_of(divided), all_of(partial(chunked_logprobs, chunk=8))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

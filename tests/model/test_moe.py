@@ -88,17 +88,17 @@ def logprobs_of(weights: Any, forced: Any = None, *, as_sampler: bool = False) -
 
 @pytest.mark.full
 def test_replayed_experts_give_ratio_one_where_numerics_turn_the_choice(weights):
-    behavior, drawn_by = logprobs_of(weights, as_sampler=True)
+    behavior, sampled_ids = logprobs_of(weights, as_sampler=True)
     tokens = jnp.argmax(behavior + jax.random.gumbel(jax.random.key(0), behavior.shape), axis=-1)
     own, own_ids = logprobs_of(weights)
-    replayed, replayed_ids = logprobs_of(weights, drawn_by)
-    flipped = np.asarray(jnp.sort(own_ids) != jnp.sort(drawn_by)).any(axis=(1, 2))
+    replayed, replayed_ids = logprobs_of(weights, sampled_ids)
+    flipped = np.asarray(jnp.sort(own_ids) != jnp.sort(sampled_ids)).any(axis=(1, 2))
     assert 0 < flipped.sum() < TOKENS / 2, "numerics turn some choices, not most"
-    np.testing.assert_array_equal(replayed_ids, drawn_by)
+    np.testing.assert_array_equal(replayed_ids, sampled_ids)
 
     def ratio(logprobs: Any) -> np.ndarray:
-        places = np.arange(TOKENS), np.asarray(tokens)
-        return np.exp(np.asarray(logprobs)[places] - np.asarray(behavior)[places])
+        cells = np.arange(TOKENS), np.asarray(tokens)
+        return np.exp(np.asarray(logprobs)[cells] - np.asarray(behavior)[cells])
 
     np.testing.assert_allclose(ratio(replayed), 1, atol=1e-5)
     assert np.abs(ratio(own) - 1)[flipped].max() > 0.05
@@ -127,7 +127,7 @@ def random_experts(seed: int) -> np.ndarray:
 
 
 def by_one_hot(params: Any, experts: Any, pull: Any) -> tuple[Any, Any]:
-    """sum(pull * log-probs) where every expert computes every token, and a one-hot of the told
+    """sum(pull * log-probs) where every expert computes every token, and a one-hot of the given
     ones says which count; and the experts that the router would choose. Written anew from the
     definition of the model: one sequence at a time, no scan, no sorting."""
 
@@ -141,7 +141,7 @@ def by_one_hot(params: Any, experts: Any, pull: Any) -> tuple[Any, Any]:
         a, b = x[..., :half], x[..., half:]
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def sequence(ids: Any, told: Any) -> tuple[Any, Any]:
+    def sequence(ids: Any, forced: Any) -> tuple[Any, Any]:
         x, free = params["embed"][ids], []
         for i in range(SPEC.layers):
             w = {name: value[i] for name, value in params["layers"].items()}
@@ -156,7 +156,7 @@ def by_one_hot(params: Any, experts: Any, pull: Any) -> tuple[Any, Any]:
             y = norm(x, w["mlp_norm"])
             logits = y @ w["router"]
             free.append(jnp.argsort(-logits, axis=-1)[:, :2])
-            chosen = jax.nn.one_hot(told[:, i], 4, dtype=logits.dtype).sum(-2)  # [T, E]
+            chosen = jax.nn.one_hot(forced[:, i], 4, dtype=logits.dtype).sum(-2)  # [T, E]
             odds = chosen * jnp.exp(logits)
             gates = odds / odds.sum(-1, keepdims=True)
             inner = [jnp.einsum("td,edf->tef", y, w[n]) for n in ("gate", "up")]
@@ -166,7 +166,7 @@ def by_one_hot(params: Any, experts: Any, pull: Any) -> tuple[Any, Any]:
         logprobs = jax.nn.log_softmax(norm(x, params["final_norm"]) @ head, axis=-1)
         return logprobs[np.arange(LENGTH - 1), ids[1:]], jnp.stack(free, axis=1)
 
-    found = [sequence(ids, told) for ids, told in zip(IDS, experts, strict=True)]
+    found = [sequence(ids, forced) for ids, forced in zip(IDS, experts, strict=True)]
     logprobs = jnp.stack([logs for logs, _ in found])
     return (pull[:, 1:] * logprobs).sum(), jnp.stack([free for _, free in found])
 
@@ -218,10 +218,10 @@ def test_experts_that_the_router_would_choose_itself_change_no_bit_of_the_value(
     value, gradients = jax.jit(jax.value_and_grad(freely))(params)
     run = jax.jit(jax.value_and_grad(replayed, has_aux=True))
     for experts in (known, some, np.full_like(known, -1)):
-        (same, changed), alike = run(params, experts)
+        (same, changed), again = run(params, experts)
         assert not np.asarray(changed).any()
         assert value == same
-        for got, want in zip(jax.tree.leaves(alike), jax.tree.leaves(gradients), strict=True):
+        for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(gradients), strict=True):
             np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
 
 

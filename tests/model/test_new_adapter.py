@@ -1,4 +1,4 @@
-"""An adapter that has learnt nothing changes nothing."""
+"""An adapter that was not trained changes nothing."""
 
 from typing import Any
 

@@ -101,7 +101,7 @@ def trainer_logprobs(spec, params, ids, settings=None):
 IDS = np.random.default_rng(0).integers(0, 40, 16).astype(np.int32)
 
 
-def drawn(policy, mesh=None, prompt=IDS[:5]):
+def sampled(policy, mesh=None, prompt=IDS[:5]):
     """Return a prompt with a completion of 12 tokens, and the completion's log-probs."""
     section = schema.SamplerSection(slots=2, max_length=32, max_new_tokens=16, block=4)
     with Sampler(policy, section=section, mesh=mesh, seed=3) as sampler:
@@ -117,13 +117,13 @@ def test_the_trainer_computes_what_an_independent_pass_does():
 
 
 @pytest.mark.exhaustive
-def test_the_sampler_draws_with_the_trainers_log_probs():
-    ids, said = drawn((SPEC, params_of_layer()))
+def test_the_sampler_samples_with_the_trainers_log_probs():
+    ids, logprobs = sampled((SPEC, params_of_layer()))
     np.testing.assert_allclose(
-        said, trainer_logprobs(SPEC, params_of_layer(), ids)[4:], atol=1e-5, rtol=0
+        logprobs, trainer_logprobs(SPEC, params_of_layer(), ids)[4:], atol=1e-5, rtol=0
     )
     np.testing.assert_allclose(
-        said, reference_logprobs(params_of_layer(), ids)[4:], atol=1e-5, rtol=0
+        logprobs, reference_logprobs(params_of_layer(), ids)[4:], atol=1e-5, rtol=0
     )
 
 
@@ -137,9 +137,9 @@ def test_meshes_of_eight_devices_compute_the_same(axes):
     ours = trainer_logprobs(SPEC, params, IDS, settings)
     np.testing.assert_allclose(ours, reference_logprobs(params_of_layer(), IDS), atol=1e-5, rtol=0)
     of_sampler = make_mesh(schema.AxesSection(tensor=2), jax.devices()[:2])
-    ids, said = drawn((SPEC, params_of_layer()), of_sampler)
+    ids, logprobs = sampled((SPEC, params_of_layer()), of_sampler)
     np.testing.assert_allclose(
-        said, reference_logprobs(params_of_layer(), ids)[4:], atol=1e-5, rtol=0
+        logprobs, reference_logprobs(params_of_layer(), ids)[4:], atol=1e-5, rtol=0
     )
 
 
@@ -151,8 +151,8 @@ def test_an_adapter_and_a_saved_directory_compute_what_the_merged_weights_do(tmp
     grown = jax.tree.map(lambda w: w + 0.05, policy.adapter)
     policy = policy.with_trained(grown)
     merged = policy.merged()
-    ids, said = drawn(policy)
-    np.testing.assert_allclose(said, reference_logprobs(merged.params, ids)[4:], atol=1e-5, rtol=0)
+    ids, found = sampled(policy)
+    np.testing.assert_allclose(found, reference_logprobs(merged.params, ids)[4:], atol=1e-5, rtol=0)
     Policy(SPEC, params_of_layer()).save_pretrained(tmp_path / "base")
     policy.save_adapter(tmp_path / "adapter")
     policy.save_pretrained(tmp_path / "whole")

@@ -36,7 +36,7 @@ def saved(tmp_path):
     return tmp_path / "a"
 
 
-def test_whoever_reads_the_settings_reads_the_weights(saved):
+def test_all_saved_files_have_the_same_permissions(saved):
     modes = {file.name: file.stat().st_mode & 0o777 for file in saved.iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
     assert len(set(modes.values())) == 1
@@ -100,7 +100,7 @@ def test_a_directory_without_a_tokenizer_is_a_policy_all_the_same(tmp_path):
     assert not (tmp_path / "b" / "tokenizer.json").exists()
 
 
-def test_a_broken_tokenizer_is_told_when_it_is_asked_for_and_not_before(saved, tmp_path):
+def test_a_broken_tokenizer_is_refused_only_when_it_is_used(saved, tmp_path):
     (saved / "tokenizer.json").write_text("{")
     policy = Policy.from_pretrained(saved)
     with pytest.raises(DataError, match="not a tokenizer"):
@@ -109,14 +109,14 @@ def test_a_broken_tokenizer_is_told_when_it_is_asked_for_and_not_before(saved, t
         policy.save_pretrained(tmp_path / "b")
 
 
-def test_how_the_source_model_is_drawn_from_is_kept_with_all_end_tokens(saved, tmp_path):
+def test_the_source_models_sampling_is_kept_with_all_end_tokens(saved, tmp_path):
     given = {"temperature": 0.6, "top_k": 20, "eos_token_id": [5, EOS], "max_length": 99}
     (saved / "generation_config.json").write_text(json.dumps(given))
     Policy.from_pretrained(saved).save_pretrained(tmp_path / "b")
     kept = content(tmp_path / "b", "generation_config.json")
     assert kept == {**given, "eos_token_id": [EOS, 5], "bos_token_id": 1, "pad_token_id": 0}
     assert content(tmp_path / "b")["eos_token_id"] == [EOS, 5]
-    (saved / "tokenizer.json").unlink()  # then nobody but the two files can say it
+    (saved / "tokenizer.json").unlink()  # then only the two files have it
     Policy.from_pretrained(saved).save_pretrained(tmp_path / "c")
     assert content(tmp_path / "c", "generation_config.json")["eos_token_id"] == [EOS, 5]
 

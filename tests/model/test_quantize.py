@@ -45,15 +45,15 @@ def test_each_weight_is_its_value_times_the_scale_of_its_output(kind, spec):
 
 
 @pytest.mark.parametrize("spec", [DENSE, ROUTED], ids=["dense", "experts"])
-def test_the_table_says_the_tree_and_the_shapes(spec):
+def test_the_table_has_the_tree_and_the_shapes(spec):
     table = weight_table(spec)
     found = quantize(table, init_params(spec, jax.random.key(0)), "int8", jnp.bfloat16)
-    said = quantized_table(table)
-    assert {n: w.shape for n, w in leaves(said).items()} == {
+    declared = quantized_table(table)
+    assert {n: w.shape for n, w in leaves(declared).items()} == {
         n: x.shape for n, x in found["layers"].items()
     }
-    assert all(len(w.axes) == len(w.shape) for w in leaves(said).values())
-    assert is_quantized(found) and is_quantized(said) and not is_quantized(table)
+    assert all(len(w.axes) == len(w.shape) for w in leaves(declared).values())
+    assert is_quantized(found) and is_quantized(declared) and not is_quantized(table)
     assert sum(x.nbytes for x in jax.tree.leaves(found["layers"])) < 0.6 * sum(
         2 * np.prod(w.shape) for w in leaves(table).values()
     )

@@ -85,13 +85,13 @@ def test_pages_of_windows_and_sinks_draw_what_gathered_ones_draw(family) -> None
         )
         for i in range(3)
     ]
-    drawn = []
+    results = []
     for attention in ("gathered", "ragged"):
         section = schema.SamplerSection(
             slots=2, max_length=48, max_new_tokens=24, block=3, page_tokens=4, attention=attention
         )
         with Sampler((spec, params), section=section) as sampler:
-            drawn.append(sampler.generate(wishes))
-    for one, other in zip(*drawn, strict=True):
+            results.append(sampler.generate(wishes))
+    for one, other in zip(*results, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

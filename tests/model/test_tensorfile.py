@@ -53,7 +53,7 @@ def entry(**changes):
 
 
 @pytest.mark.parametrize(
-    ("raw", "told"),
+    ("raw", "message"),
     [
         (b"", "ends within its header"),
         (WHOLE[:7], "ends within its header"),
@@ -79,8 +79,8 @@ def entry(**changes):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_what_is_no_whole_file_is_refused_in_words(path, raw, told):
-    assert told in refusal(path, raw)
+def test_what_is_no_whole_file_is_refused_in_words(path, raw, message):
+    assert message in refusal(path, raw)
 
 
 def test_a_header_that_is_too_long_is_not_read(path, monkeypatch):
@@ -98,7 +98,7 @@ VALUES = st.recursive(
 
 @st.composite
 def mutated_headers(draw):
-    """The header with values put in at a few places."""
+    """The header with values put in at a few offsets."""
     described = json.loads(json.dumps(HEADER))
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from(["a", "b", "c", "__metadata__"]))

@@ -272,7 +272,7 @@ def test_page_tables_beyond_the_scalar_memory_are_divided_among_calls(programs):
 
 
 def test_a_sampler_over_the_hosts_of_a_slice_compiles(programs):
-    """All sixteen chips of v5e:4x4, four to a host; every host can read what was drawn."""
+    """All sixteen chips of v5e:4x4, four to a host; every host can read what was sampled."""
     block, alone = programs["sampler block over hosts"], programs["sampler block"]
     assert (block["processes"], alone["processes"]) == (4, 1)
     assert (block["kernels"], block["draws"]) == (2, 1) and block["read_whole"]

@@ -258,7 +258,7 @@ def optimizer_step(*offload: str) -> dict[str, Any]:
 
 
 def over_slices() -> dict[str, Any]:
-    """On which slice and at which place in its torus each device of a mesh over two slices lies."""
+    """Slice and coordinates of each device of a mesh over two slices."""
     two = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4", num_slices=2)
     devices = arranged(schema.AxesSection(data=4, fsdp=2, tensor=4), two.devices)
     return {

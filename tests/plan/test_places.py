@@ -299,7 +299,7 @@ from jaxrl_async.trainer import update
 
 axes, shape, apart = json.loads(sys.argv[1])
 if not apart:
-    update.can_sum_apart = lambda mesh, spec: False
+    update.can_sum_separately = lambda mesh, spec: False
 architecture = {"layers": 2, "width": 256, "heads": 8, "kv_heads": 4, "head_dim": 128, "mlp": 512}
 config = Config.model_validate({
     "mesh": {"samplers_in": "external", "trainer": {"data": 2, **axes}, "sampler": {"tensor": 4}},

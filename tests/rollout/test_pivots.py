@@ -179,10 +179,10 @@ def test_continuations_are_those_of_a_direct_call_on_prefix_key_and_branch(sampl
 
 
 @pytest.mark.full
-def test_what_is_judged_is_the_whole_answer_and_what_is_learnt_each_token_once(sampler) -> None:
+def test_what_is_judged_is_the_whole_answer_and_what_is_trained_each_token_once(sampler) -> None:
     groups, judge, stats, _ = played(sampler, PLAN)
     by_prompt = {tuple(e[0].token_ids[:9]): e for e in judge.seen}
-    learnt, shared = 0, 0
+    trained, shared = 0, 0
     for group in groups:
         judged = by_prompt[tuple(group.prompt.token_ids)]
         for one, whole, score in zip(group.episodes, judged, group.scores, strict=True):
@@ -190,7 +190,7 @@ def test_what_is_judged_is_the_whole_answer_and_what_is_learnt_each_token_once(s
             assert score.reward == len(one.token_ids) - 9
             assert (whole.versions[whole.drawn] == 0).all()
             shared += whole.num_drawn - one.num_drawn
-            learnt += one.num_drawn
+            trained += one.num_drawn
         counts = Counter(e.peers for e in group.episodes)
         assert len(counts) <= 5 and set(counts.values()) == {3}
     assert (stats.fork_tokens, stats.shared_tokens) == (
@@ -198,12 +198,12 @@ def test_what_is_judged_is_the_whole_answer_and_what_is_learnt_each_token_once(s
         shared,
     )
     batch = pack_groups(groups, None, 64)
-    assert batch.num_tokens == learnt
+    assert batch.num_tokens == trained
     marks = {
         (int(s), int(p))
         for s, p in zip(batch.sequence_ids[batch.mask], batch.positions[batch.mask], strict=True)
     }
-    assert len(marks) == learnt, "each drawn token once"
+    assert len(marks) == trained, "each drawn token once"
 
 
 @pytest.mark.full

@@ -323,7 +323,7 @@ class World:
             while (draw := self.drawn()) is None:
                 yield lambda seen=self.changes: self.changes > seen
             yield always
-            self.learnt(draw)
+            self.learn(draw)
             evaluates = self.version % EVAL_EVERY == 0
             if evaluates:
                 self.pause(True)
@@ -360,7 +360,7 @@ class World:
                 self.ends(group.ticket.group, reason.value)
         return draw
 
-    def learnt(self, draw):
+    def learn(self, draw):
         setup = self.setup
         assert len({g.ticket.group for g in draw.groups}) == setup.per_step
         for group in draw.groups:
@@ -745,8 +745,8 @@ class ForgetsWhatWasTaken(ReplayBuffer):
 
 
 class CancelsTooEarly(ReplayBuffer):
-    def _tell_age(self, version):
-        super()._tell_age(version + 1)
+    def _report_age(self, version):
+        super()._report_age(version + 1)
 
 
 class AdmitsWhilePaused(ReplayBuffer):

@@ -63,9 +63,9 @@ def test_concurrency_limits_the_calls_of_all_tasks_together() -> None:
     assert server.most_at_once == 2
     assert len(server.bodies) == len(TASKS) * len(EPISODES)
     for scores in found:
-        said = [score.teachers[0].logprobs for score in scores]
-        told = [server.logprobs(one.token_ids)[1:] for one in EPISODES]
-        np.testing.assert_allclose(said, told, rtol=1e-6)
+        logprobs = [score.teachers[0].logprobs for score in scores]
+        expected = [server.logprobs(one.token_ids)[1:] for one in EPISODES]
+        np.testing.assert_allclose(logprobs, expected, rtol=1e-6)
 
 
 def test_each_call_is_counted_once_whichever_task_asked() -> None:

@@ -286,7 +286,7 @@ def policy_of_a_run(folder: Path, *overrides: str) -> Path:
         ("advantage", "false", 0.6),
     ],
 )
-def test_a_teacher_on_the_sampler_says_what_one_on_the_trainer_says(
+def test_a_teacher_on_the_sampler_gives_the_log_probs_of_one_on_the_trainer(
     form: str, colocated: str, temperature: float | None, tmp_path: Path
 ) -> None:
     """temperature: of the only task; None: there is none by name."""
@@ -299,16 +299,16 @@ def test_a_teacher_on_the_sampler_says_what_one_on_the_trainer_says(
             "data.addition=null",
             "data.max_prompt_tokens=null",
         ]
-    for place in ("trainer", "sampler"):
+    for chips in ("trainer", "sampler"):
         config = config_of(
-            "addition", tmp_path / place, *TINY, "staleness.max_staleness=0", "run.steps=1",
+            "addition", tmp_path / chips, *TINY, "staleness.max_staleness=0", "run.steps=1",
             f"mesh.colocated={colocated}", "teacher.source=teachers", "teacher.rewards=0.0",
             f"teacher.form={form}", *(["teacher.top_k=4"] if form == "loss" else []),
-            f"teachers={{t: {{path: {policy}, chips: {place}}}}}", *task,
+            f"teachers={{t: {{path: {policy}, chips: {chips}}}}}", *task,
         )  # fmt: skip
         train(config)
-        assert audit_run(tmp_path / place / config.run.name).problems == ()
-        lines[place] = next(line for line in metrics_of(config) if line["step"] == 1)
+        assert audit_run(tmp_path / chips / config.run.name).problems == ()
+        lines[chips] = next(line for line in metrics_of(config) if line["step"] == 1)
     there, here = lines["sampler"], lines["trainer"]
     name = "policy/teacher_gap" if form == "advantage" else "policy/teacher_divergence"
     assert there[name] == pytest.approx(here[name], abs=1e-5)
@@ -344,7 +344,7 @@ def test_a_reference_on_the_sampler_trains_as_one_on_the_trainer(
         "algorithm.advantage=group_mean",
     ]  # fmt: skip
     lines, weights = {}, {}
-    for place, overrides in {
+    for chips, overrides in {
         "trainer": [f"reference={{path: {policy}}}"],
         "sampler": [
             "reference={teacher: r}",
@@ -352,14 +352,14 @@ def test_a_reference_on_the_sampler_trains_as_one_on_the_trainer(
         ],
     }.items():
         config = config_of(
-            "addition", tmp_path / place, *TINY, "staleness.max_staleness=0", "run.steps=2",
+            "addition", tmp_path / chips, *TINY, "staleness.max_staleness=0", "run.steps=2",
             *learns,
             *overrides,
         )  # fmt: skip
         train(config)
-        assert audit_run(tmp_path / place / config.run.name).problems == ()
-        lines[place] = [line for line in metrics_of(config) if "train/loss" in line]
-        weights[place] = weights_of(config)
+        assert audit_run(tmp_path / chips / config.run.name).problems == ()
+        lines[chips] = [line for line in metrics_of(config) if "train/loss" in line]
+        weights[chips] = weights_of(config)
     for line, here in zip(lines["sampler"], lines["trainer"], strict=True):
         assert line["policy/kl_reference"] == pytest.approx(here["policy/kl_reference"], abs=1e-5)
         assert line["teacher/r/tokens"] == line["train/tokens"]

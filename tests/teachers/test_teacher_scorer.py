@@ -1,4 +1,4 @@
-"""What teachers' servers say about episodes: routes, protocols, faults and time limits."""
+"""What teachers' servers say about episodes: choices, protocols, faults and time limits."""
 
 import asyncio
 import json
@@ -52,8 +52,8 @@ def asked(
     column: Any = "t",
     openings: Any = None,
 ) -> tuple[Score, ...]:
-    routes = TeacherChoices(weights={"t": 2.0}, column="teacher")
-    scorer = TeacherScorer(rewards, routes, {"t": one}, {"t": wait_s}, openings or {})
+    choices = TeacherChoices(weights={"t": 2.0}, column="teacher")
+    scorer = TeacherScorer(rewards, choices, {"t": one}, {"t": wait_s}, openings or {})
     prompt = replace(make_prompt(3), columns={"teacher": column})
     try:
         return asyncio.run(scorer(episodes or (EPISODE,), prompt))
@@ -68,16 +68,16 @@ def asked(
 def test_each_protocol_gives_the_log_probs_of_generated_tokens(protocol: str) -> None:
     with FakeTeacher(VOCAB, 0) as server:
         (score,) = asked(service(server.url, protocol=protocol))
-        told = [server.table[2, 7], server.table[7, 1], server.table[5, 11], server.table[11, 12]]
+        wanted = [server.table[2, 7], server.table[7, 1], server.table[5, 11], server.table[11, 12]]
         paths = {path for path, _, _ in server.bodies}
     assert score.reward == 0.0
     (found,) = score.teachers
     assert (found.teacher, found.weight) == ("t", 2.0)
     assert found.places.tolist() == [2, 3, 5, 6]
-    np.testing.assert_allclose(found.logprobs, told, rtol=1e-6)
+    np.testing.assert_allclose(found.logprobs, wanted, rtol=1e-6)
     assert found.top_ids.shape == (4, 0)
-    wanted = "/inference/v1/generate" if protocol == "generate" else "/v1/completions"
-    assert paths == {wanted}
+    path = "/inference/v1/generate" if protocol == "generate" else "/v1/completions"
+    assert paths == {path}
 
 
 @pytest.mark.parametrize("protocol", ["completions", "generate"])
@@ -114,10 +114,10 @@ def test_a_context_is_asked_about_up_to_a_token_that_no_tokenizer_has() -> None:
         outages = Outages(**TRIED)
         one = TeacherService("t", section, top_k=0, vocab=VOCAB, named_tokens=12, outages=outages)
         (score,) = asked(one)  # the last token, 12, pads the vocabulary
-        told = [server.table[2, 7], server.table[7, 1], server.table[5, 11]]
+        wanted = [server.table[2, 7], server.table[7, 1], server.table[5, 11]]
         assert all(max(body["prompt"]) < 12 for _, body, _ in server.bodies)
     assert score.teachers[0].places.tolist() == [2, 3, 5]
-    np.testing.assert_allclose(score.teachers[0].logprobs, told, rtol=1e-6)
+    np.testing.assert_allclose(score.teachers[0].logprobs, wanted, rtol=1e-6)
     assert one.counts()["unknown_tokens"] == 1
 
 
@@ -130,15 +130,15 @@ def test_a_teacher_may_read_a_demonstration_in_place_of_the_prompt() -> None:
     shown = np.array([9, 8, 6], np.int32)
     with FakeTeacher(VOCAB, 0) as server:
         one = service(server.url)
-        routes = TeacherChoices(weights={"t": 1.0}, column="teacher")
-        scorer = TeacherScorer(rewards, routes, {"t": one}, {"t": None}, {"t": lambda p, _: shown})
+        choices = TeacherChoices(weights={"t": 1.0}, column="teacher")
+        scorer = TeacherScorer(rewards, choices, {"t": one}, {"t": None}, {"t": lambda p, _: shown})
         (score,) = asyncio.run(scorer((episode,), prompt))
         (_, body, _) = server.bodies[0]
         assert body["prompt"] == [9, 8, 6, 7, 1, 5, 11, 12]
         found = score.teachers[0]
         assert found.places.tolist() == [2, 3, 5, 6]
-        told = [server.table[6, 7], server.table[7, 1], server.table[5, 11], server.table[11, 12]]
-        np.testing.assert_allclose(found.logprobs, told, rtol=1e-6)
+        wanted = [server.table[6, 7], server.table[7, 1], server.table[5, 11], server.table[11, 12]]
+        np.testing.assert_allclose(found.logprobs, wanted, rtol=1e-6)
         other = replace(prompt, token_ids=np.array([5, 3], np.int32))
         with pytest.raises(EndpointMisset, match="does not begin with it"):
             asyncio.run(scorer((episode,), other))
@@ -164,7 +164,7 @@ def test_a_context_is_a_text_or_messages_of_a_record() -> None:
             contexts(replace(prompt, columns=wrong))
 
 
-# ---- routes
+# ---- choices
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,12 @@ def test_a_context_is_a_text_or_messages_of_a_record() -> None:
     ],
 )
 def test_a_record_or_its_task_names_the_teachers(columns: Any, of_task: Any, wanted: Any) -> None:
-    routes = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher", of_task=of_task)
-    assert routes.of(replace(make_prompt(0), columns=columns)) == wanted
+    choices = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher", of_task=of_task)
+    assert choices.of(replace(make_prompt(0), columns=columns)) == wanted
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
         ({"teacher": "c"}, "names the teacher 'c', and teachers has a, b"),
         ({"teacher": {"a": 0}}, "gives the teacher a the weight 0"),
@@ -197,10 +197,10 @@ def test_a_record_or_its_task_names_the_teachers(columns: Any, of_task: Any, wan
         ({}, "has no column 'teacher'"),
     ],
 )
-def test_a_wrong_route_ends_the_run_and_says_which(columns: Any, said: str) -> None:
-    routes = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher")
-    with pytest.raises(EndpointMisset, match=said):
-        routes.of(replace(make_prompt(0), columns=columns))
+def test_a_wrong_teacher_ends_the_run_with_its_name(columns: Any, message: str) -> None:
+    choices = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher")
+    with pytest.raises(EndpointMisset, match=message):
+        choices.of(replace(make_prompt(0), columns=columns))
 
 
 def test_a_function_of_the_task_reads_the_whole_record() -> None:
@@ -213,8 +213,8 @@ def test_a_function_of_the_task_reads_the_whole_record() -> None:
     prompt = replace(
         make_prompt(4), text="1+1", messages=({"role": "user", "content": "1+1"},), columns={"n": 2}
     )
-    routes = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher", of_task=of_task)
-    assert routes.of(prompt) == {"a": 1.0}
+    choices = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher", of_task=of_task)
+    assert choices.of(prompt) == {"a": 1.0}
     assert seen == [{"prompt": "1+1", "n": 2, "messages": [{"role": "user", "content": "1+1"}]}]
     wrong = TeacherChoices(weights={"a": 1.0}, column="teacher", of_task=lambda r: r["kind"])
     with pytest.raises(EndpointMisset, match=r"Task\.teacher raised KeyError .* prompt 4: 'kind'"):
@@ -224,22 +224,22 @@ def test_a_function_of_the_task_reads_the_whole_record() -> None:
 def test_records_are_checked_without_a_call_of_the_tasks_function() -> None:
     one = make_prompt(4)
     calls: list[Any] = []
-    routes = TeacherChoices(weights={"a": 1.0, "b": 1.0}, column="teacher", of_task=calls.append)
-    routes.check(one)
+    choices = TeacherChoices(weights={"a": 1.0, "b": 1.0}, column="teacher", of_task=calls.append)
+    choices.check(one)
     assert not calls
     wrong = replace(one, columns={"teacher": "c"})
-    for checked in (routes, replace(routes, of_task=None)):
+    for checked in (choices, replace(choices, of_task=None)):
         with pytest.raises(EndpointMisset, match="column 'teacher' names the teacher 'c'"):
             checked.check(wrong)
     with pytest.raises(EndpointMisset, match="prompt 4 does not say which"):
-        replace(routes, of_task=None).check(one)
+        replace(choices, of_task=None).check(one)
 
 
 def test_only_the_teachers_of_a_record_are_asked() -> None:
     with FakeTeacher(VOCAB, 0) as one, FakeTeacher(VOCAB, 1) as two:
         both = {"a": service(one.url, "a"), "b": service(two.url, "b")}
-        routes = TeacherChoices(weights={"a": 1.0, "b": 1.0, "local": 3.0}, column="teacher")
-        scorer = TeacherScorer(rewards, routes, both, dict.fromkeys(both), {})
+        choices = TeacherChoices(weights={"a": 1.0, "b": 1.0, "local": 3.0}, column="teacher")
+        scorer = TeacherScorer(rewards, choices, both, dict.fromkeys(both), {})
         for choice in ("b", ["local", "b"]):
             prompt = replace(make_prompt(0), columns={"teacher": choice})
             (score,) = asyncio.run(scorer((EPISODE,), prompt))
@@ -273,18 +273,18 @@ def test_a_server_that_is_started_again_is_waited_for() -> None:
     second: list[FakeTeacher] = []
 
     async def later() -> tuple[Score, ...]:
-        routes = TeacherChoices(weights={"t": 1.0}, column="teacher")
-        scorer = TeacherScorer(rewards, routes, {"t": one}, {"t": None}, {})
+        choices = TeacherChoices(weights={"t": 1.0}, column="teacher")
+        scorer = TeacherScorer(rewards, choices, {"t": one}, {"t": None}, {})
         asking = asyncio.ensure_future(scorer((EPISODE,), make_prompt(0)))
         await asyncio.sleep(0.5)
         second.append(FakeTeacher(VOCAB, 0, port=first.port))
         return await asking
 
     (score,) = asyncio.run(later())
-    told = second[0].table[[2, 7, 5, 11], [7, 1, 11, 12]]
+    wanted = second[0].table[[2, 7, 5, 11], [7, 1, 11, 12]]
     second[0].close()
     one.close()
-    np.testing.assert_allclose(score.teachers[0].logprobs, told, rtol=1e-6)
+    np.testing.assert_allclose(score.teachers[0].logprobs, wanted, rtol=1e-6)
     assert one.counts()["retries"] >= 1 and one.counts()["failures"] == 0
 
 
@@ -341,8 +341,8 @@ def test_the_first_failure_of_rewards_ends_the_questions() -> None:
     with FakeTeacher(VOCAB, 0) as server:
         server.faults = ["hang", "hang"]
         one = service(server.url)
-        routes = TeacherChoices(weights={"t": 1.0}, column="teacher")
-        scorer = TeacherScorer(broken, routes, {"t": one}, {"t": None}, {})
+        choices = TeacherChoices(weights={"t": 1.0}, column="teacher")
+        scorer = TeacherScorer(broken, choices, {"t": one}, {"t": None}, {})
         began_s = time.monotonic()
         with pytest.raises(RolloutError, match="no reward"):
             asyncio.run(scorer((EPISODE,), make_prompt(0)))
@@ -354,7 +354,7 @@ def test_the_first_failure_of_rewards_ends_the_questions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "said"),
+    ("position", "message"),
     [
         ("null", "position 1 is None, not an object"),
         ('{"4": {"logprob": -1.0}}', "position 1 has no log-prob of its token 2"),
@@ -364,9 +364,9 @@ def test_the_first_failure_of_rewards_ends_the_questions() -> None:
         ('{"2": {"logprob": -1.0}, "99": {"logprob": -0.5}}', "names the token 99"),
     ],
 )
-def test_an_answer_that_cannot_be_right_is_refused(position: str, said: str) -> None:
+def test_an_answer_that_cannot_be_right_is_refused(position: str, message: str) -> None:
     content = f'{{"choices": [{{"prompt_logprobs": [null, {position}]}}]}}'.encode()
-    with pytest.raises(UnreadableLogprobs, match=said):
+    with pytest.raises(UnreadableLogprobs, match=message):
         read_scores("completions", content, np.array([1, 2], np.int32), 1, VOCAB)
 
 

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from jaxrl_async.teachers.text_spans import Spans, spans_of
 
 
-def searched(ours: list[bytes], theirs: list[bytes]) -> list[tuple[int, int, int, int]]:
+def searched(policy: list[bytes], teacher: list[bytes]) -> list[tuple[int, int, int, int]]:
     """The spans: from each end, the shortest further tokens of both that spell the same bytes."""
     found, a, b = [], 0, 0
     while True:
         pairs = [
             (i, j)
-            for i in range(a + 1, len(ours) + 1)
-            for j in range(b + 1, len(theirs) + 1)
-            if b"".join(ours[a:i]) == b"".join(theirs[b:j])
+            for i in range(a + 1, len(policy) + 1)
+            for j in range(b + 1, len(teacher) + 1)
+            if b"".join(policy[a:i]) == b"".join(teacher[b:j])
         ]
         if not pairs:
             return found
@@ -34,8 +34,8 @@ def searched(ours: list[bytes], theirs: list[bytes]) -> list[tuple[int, int, int
 
 def as_rows(spans: Spans) -> list[tuple[int, ...]]:
     return [
-        (*map(int, ours), *map(int, theirs))
-        for ours, theirs in zip(spans.ours, spans.theirs, strict=True)
+        (*map(int, policy), *map(int, teacher))
+        for policy, teacher in zip(spans.policy, spans.teacher, strict=True)
     ]
 
 
@@ -57,15 +57,15 @@ def both(draw: Any) -> tuple[list[bytes], list[bytes]]:
 @settings(max_examples=200, deadline=None)
 @given(both())
 def test_spans_are_the_shortest_tokens_that_spell_the_same(pair: Any) -> None:
-    ours, theirs = pair
-    found = spans_of(ours, theirs)
-    assert as_rows(found) == searched(ours, theirs)
+    policy, teacher = pair
+    found = spans_of(policy, teacher)
+    assert as_rows(found) == searched(policy, teacher)
     single = [(i - a, j - b) == (1, 1) for a, i, b, j in as_rows(found)]
     assert found.one_to_one.tolist() == single
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "wanted"),
+    ("policy", "teacher", "wanted"),
     [
         (
             [b"hel", b"lo", b" wor", b"ld", b"!"],
@@ -79,18 +79,20 @@ def test_spans_are_the_shortest_tokens_that_spell_the_same(pair: Any) -> None:
         ([], [], []),
     ],
 )
-def test_a_span_ends_where_both_end_a_token(ours: Any, theirs: Any, wanted: Any) -> None:
-    assert as_rows(spans_of(ours, theirs)) == wanted
+def test_a_span_ends_where_both_end_a_token(policy: Any, teacher: Any, wanted: Any) -> None:
+    assert as_rows(spans_of(policy, teacher)) == wanted
 
 
 def test_a_span_that_the_policy_splits_unusually_is_left_out() -> None:
-    ours, theirs = [b"h", b"i", b" you", b" two"], [b"hi", b" you", b" t", b"wo"]
-    assert len(spans_of(ours, theirs).ours) == 3
+    policy, teacher = [b"h", b"i", b" you", b" two"], [b"hi", b" you", b" t", b"wo"]
+    assert len(spans_of(policy, teacher).policy) == 3
     usual = [b"hi", b" you", b" two"]
-    assert as_rows(spans_of(ours, theirs, usual)) == [(2, 3, 1, 2), (3, 4, 2, 4)]
+    assert as_rows(spans_of(policy, teacher, usual)) == [(2, 3, 1, 2), (3, 4, 2, 4)]
     letters = [b"h", b"i", b" you"]
     assert as_rows(spans_of(letters, letters, [b"hi", b" you"])) == [(2, 3, 2, 3)]
-    np.testing.assert_array_equal(spans_of(ours, theirs, ours).ours, spans_of(ours, theirs).ours)
+    np.testing.assert_array_equal(
+        spans_of(policy, teacher, policy).policy, spans_of(policy, teacher).policy
+    )
 
 
 def test_spans_move_with_the_tokens_before_them() -> None:
@@ -118,21 +120,21 @@ def offsets_of(pieces: list[bytes]) -> list[tuple[int, int]]:
 
 @pytest.mark.exhaustive
 def test_spans_are_the_groups_of_trls_gold() -> None:
-    home = os.environ.get("JAXRL_PEERS")
-    if not home:
+    peers = os.environ.get("JAXRL_PEERS")
+    if not peers:
         pytest.skip("JAXRL_PEERS is not set: no environments of peers (docs/agreement.md)")
     rng = random.Random(0)
     text = "The quick brown fox, été 数学 🙂".encode()
     pairs = [(cut(text, rng), cut(text, rng)) for _ in range(50)]
     offsets = [[offsets_of(pieces) for pieces in pair] for pair in pairs]
     done = subprocess.run(
-        [Path(home) / "trl" / "bin" / "python", "-c", ALIGN],
+        [Path(peers) / "trl" / "bin" / "python", "-c", ALIGN],
         input=json.dumps(offsets),
         capture_output=True,
         text=True,
         env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    for (ours, theirs), groups in zip(pairs, json.loads(done.stdout), strict=True):
+    for (policy, teacher), groups in zip(pairs, json.loads(done.stdout), strict=True):
         wanted = [(a[0], a[-1] + 1, b[0], b[-1] + 1) for a, b in zip(*groups, strict=True)]
-        assert as_rows(spans_of(ours, theirs)) == wanted
+        assert as_rows(spans_of(policy, teacher)) == wanted

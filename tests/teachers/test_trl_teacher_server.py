@@ -22,10 +22,10 @@ PROMPT, COMPLETION = [5, 9, 40], [7, 41, 12, 8]
 
 @pytest.fixture(scope="module")
 def trl_python() -> Path:
-    home = os.environ.get("JAXRL_PEERS")
-    if not home:
+    peers = os.environ.get("JAXRL_PEERS")
+    if not peers:
         pytest.skip("JAXRL_PEERS is not set: no environments of peers (docs/agreement.md)")
-    return Path(home) / "trl" / "bin" / "python"
+    return Path(peers) / "trl" / "bin" / "python"
 
 
 def test_trls_rollout_worker_reads_the_log_probs_of_a_completion(trl_python: Path) -> None:
@@ -47,9 +47,9 @@ def test_trls_rollout_worker_reads_the_log_probs_of_a_completion(trl_python: Pat
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["model"] == "tiny" and len(found["ids"]) == len(COMPLETION)
-    told = logprobs_of(spec, params, np.array(PROMPT + COMPLETION, np.int32))[len(PROMPT) :]
+    expected = logprobs_of(spec, params, np.array(PROMPT + COMPLETION, np.int32))[len(PROMPT) :]
     for token, logprob, ids, logprobs in zip(
-        COMPLETION, told, found["ids"], found["logprobs"], strict=True
+        COMPLETION, expected, found["ids"], found["logprobs"], strict=True
     ):
         assert token in ids and len(ids) in (TOP, TOP + 1)
         assert logprobs[ids.index(token)] == pytest.approx(logprob, abs=1e-5)

@@ -84,8 +84,8 @@ def term(params: Any, name: str) -> jax.Array:
     total, count = jnp.float32(0), 0
     for one in SEQUENCES:
         ids = jnp.asarray(one.token_ids)[None]
-        places = jnp.arange(ids.shape[1])[None]
-        hidden = hidden_states(SPEC, params, ids, places, jnp.ones_like(ids), dtype=jnp.float32)
+        positions = jnp.arange(ids.shape[1])[None]
+        hidden = hidden_states(SPEC, params, ids, positions, jnp.ones_like(ids), dtype=jnp.float32)
         logs = jax.nn.log_softmax(hidden[0, :-1] @ output_head(SPEC, params))
         if name == "near":
             chosen = jnp.take_along_axis(logs, ids[0, 1:, None], -1)[:, 0]

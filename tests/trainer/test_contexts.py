@@ -1,4 +1,4 @@
-"""Episodes of several contexts, packed: each context a segment, each drawn token learnt once."""
+"""Episodes of several contexts, packed: each context a segment, each sampled token trained once."""
 
 import itertools
 from dataclasses import replace
@@ -68,7 +68,7 @@ def numbered(group):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**4), rows=st.integers(1, 3))
-def test_each_drawn_token_is_learnt_in_one_place_behind_what_the_policy_saw(seed, rows):
+def test_each_sampled_token_is_trained_once_after_what_the_policy_saw(seed, rows):
     group, calls = made(seed)
     advantages = numbered(group)
     batch = pack_groups([group], advantages, ROW, sampler_columns=WITH_ALL)
@@ -124,7 +124,7 @@ def test_mini_batches_hold_whole_episodes_with_their_contexts_as_they_were(seed,
     dealt = deal(step.batch, parts, (seed,))
     assert sorted(np.concatenate(dealt)) == list(range(4))
     for sequences in dealt:
-        small = repacked(step.batch, step.index.places_of(sequences))
+        small = repacked(step.batch, step.index.select(sequences))
         assert set(small.sequence_ids[small.sequence_ids >= 0]) == set(sequences)
         for s in sequences:
             episode = group.episodes[s]
@@ -147,7 +147,7 @@ def test_the_forward_pass_on_packed_contexts_gives_each_calls_own_log_probs():
     step = pack_step(shaped, ROW)
     assert step.batch.offsets is not None and len(step.batch.token_ids) > 8
     packed = step.to_groups(PASS.logprobs(PARAMS, step.batch))
-    alone, drawn, wanted = [], [], []
+    alone, num_sampled, wanted = [], [], []
     for group, of_group, values in zip(groups, calls, packed, strict=True):
         for episode, of_episode, own in zip(group.episodes, of_group, values, strict=True):
             for call in of_episode.values():
@@ -155,22 +155,22 @@ def test_the_forward_pass_on_packed_contexts_gives_each_calls_own_log_probs():
                 (at,) = np.flatnonzero(episode.logprobs == done.logprobs[0])
                 wanted.append(own[at : at + len(done.token_ids)])
                 alone.append(np.concatenate([call.prompt, done.token_ids]))
-                drawn.append(len(done.token_ids))
+                num_sampled.append(len(done.token_ids))
     rows = [
         replace(groups[0].episodes[0], **one_context(tokens, n))
-        for tokens, n in zip(alone, drawn, strict=True)
+        for tokens, n in zip(alone, num_sampled, strict=True)
     ]
     by_call = pack_groups([group_of(rows)], None, ROW)
     assert by_call.offsets is None
     reference = PASS.logprobs(PARAMS, by_call)
-    for index, (n, values) in enumerate(zip(drawn, wanted, strict=True)):
+    for index, (n, values) in enumerate(zip(num_sampled, wanted, strict=True)):
         own = reference[by_call.sequence_ids == index]
         np.testing.assert_allclose(values, own[-n:], atol=1e-5)
     assert len(wanted) >= 90
 
 
-def one_context(tokens, drawn):
-    mask = np.arange(len(tokens)) >= len(tokens) - drawn
+def one_context(tokens, num_sampled):
+    mask = np.arange(len(tokens)) >= len(tokens) - num_sampled
     zeros = np.zeros(len(tokens))
     return {
         "token_ids": tokens.astype(np.int32),

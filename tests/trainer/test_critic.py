@@ -109,7 +109,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_equation(clip):
         assert not got.clipped.any()
 
 
-def test_what_is_not_learnt_may_be_nan():
+def test_what_is_not_trained_may_be_nan():
     mask = jnp.array([[True, False]])
     arrays = [jnp.array([[x, jnp.nan]]) for x in (0.5, 0.4, 1.0)]
 
@@ -136,7 +136,7 @@ def test_explained_variance_is_one_for_the_truth_and_zero_for_a_constant():
 # ---- updates
 
 
-def test_a_simple_value_function_is_learnt(params):
+def test_a_simple_value_function_is_learned(params):
     (step, values_of), returns = critic_of(), returns_of(BATCH)
     state = step.init(params)
     losses = []

@@ -97,10 +97,10 @@ ALONE = np.arange(VOCAB) % 6 == 0
 def order_distance(logits, alone, ids, logprobs):
     """Universal Logit Distillation (arXiv:2402.12030) of the tokens that one side has not."""
     found = []
-    for p, of_token, told in zip(softmax(logits), ids, np.exp(logprobs), strict=True):
-        theirs = sorted(told[of_token < 0], reverse=True)
-        ours = [*sorted(p[alone], reverse=True), *[0.0] * len(theirs)]
-        found.append(sum(abs(a - b) for a, b in zip(ours, theirs, strict=False)))
+    for p, of_token, probs in zip(softmax(logits), ids, np.exp(logprobs), strict=True):
+        teacher = sorted(probs[of_token < 0], reverse=True)
+        ours = [*sorted(p[alone], reverse=True), *[0.0] * len(teacher)]
+        found.append(sum(abs(a - b) for a, b in zip(ours, teacher, strict=False)))
     return np.array(found)
 
 
@@ -126,22 +126,22 @@ def test_tokens_without_a_counterpart_are_compared_by_their_order(k):
 def test_the_slope_of_the_order_is_the_students_alone():
     ids, logprobs = with_unmatched(6)
 
-    def total(logits, told):
+    def total(logits, likely):
         student = jax.nn.log_softmax(logits)
-        return sorted_distance(student, jnp.asarray(ALONE), jnp.asarray(ids), told).sum()
+        return sorted_distance(student, jnp.asarray(ALONE), jnp.asarray(ids), likely).sum()
 
     of_student, of_teacher = jax.grad(total, argnums=(0, 1))(
         jnp.asarray(STUDENT, jnp.float32), jnp.asarray(logprobs)
     )
     assert not np.asarray(of_teacher).any()
     numeric = np.zeros(STUDENT.shape)
-    for place in np.ndindex(*STUDENT.shape):
+    for index in np.ndindex(*STUDENT.shape):
         ends = []
         for step in (1e-6, -1e-6):
             moved = STUDENT.copy()
-            moved[place] += step
+            moved[index] += step
             ends.append(order_distance(moved, ALONE, ids, logprobs.astype(np.float64)).sum())
-        numeric[place] = (ends[0] - ends[1]) / 2e-6
+        numeric[index] = (ends[0] - ends[1]) / 2e-6
     np.testing.assert_allclose(of_student, numeric, atol=1e-5)
     assert np.abs(numeric).max() > 1e-2
 

@@ -143,10 +143,10 @@ def test_value_and_gradient_of_the_loss_are_transformers():
     for found, gate in zip(gradient, gates, strict=True):
         np.testing.assert_allclose(found, gate.grad.numpy(), atol=1e-8)
     assert np.abs(gradient[:, real]).max() > 1e-4 and not gradient[:, ~real].any()
-    apart = [mixtral.load_balancing_loss_func((g,), EXPERTS, CHOSEN, mask).item() for g in gates]
-    np.testing.assert_allclose(loss(logits, True), np.mean(apart), rtol=1e-6)
-    told = load_measures(load_from(logits, real))["experts/balance_loss"]
-    np.testing.assert_allclose(told, wanted.item(), rtol=1e-6)
+    by_layer = [mixtral.load_balancing_loss_func((g,), EXPERTS, CHOSEN, mask).item() for g in gates]
+    np.testing.assert_allclose(loss(logits, True), np.mean(by_layer), rtol=1e-6)
+    measured = load_measures(load_from(logits, real))["experts/balance_loss"]
+    np.testing.assert_allclose(measured, wanted.item(), rtol=1e-6)
 
 
 def test_odds_sum_to_one_for_both_kinds_of_router():
@@ -210,15 +210,15 @@ def test_neither_micro_batches_nor_rows_change_a_balanced_update():
     assert report["experts/balance_loss"] == pytest.approx(of_plain["experts/balance_loss"])
     moved = np.abs(wanted["layers"]["router"] - plain["layers"]["router"]).max()
     assert moved > 1e-5, "the routers learn from it"
-    weights, told = updated(step_of(ROUTED, LOSS, rows=2), params)
-    assert told["train/micro_batches"] > 1
+    weights, result = updated(step_of(ROUTED, LOSS, rows=2), params)
+    assert result["train/micro_batches"] > 1
     assert_close(weights, wanted)
-    assert told["train/loss"] == pytest.approx(report["train/loss"], rel=1e-5)
+    assert result["train/loss"] == pytest.approx(report["train/loss"], rel=1e-5)
     longer = PolicyData(packed(2 * ROW), version=3)
     step = step_of(ROUTED, LOSS, rows=3, row=2 * ROW, remat="layer")
-    weights, told = updated(step, params, longer)
+    weights, result = updated(step, params, longer)
     assert_close(weights, wanted)
-    assert told["experts/balance_loss"] == pytest.approx(report["experts/balance_loss"])
+    assert result["experts/balance_loss"] == pytest.approx(report["experts/balance_loss"])
 
 
 @pytest.mark.full
@@ -236,23 +236,23 @@ def test_a_mesh_of_eight_balances_as_one_device_does(axes):
     both = BalanceSection(loss=0.5, bias_rate=0.01, each_layer=True)
     params = uneven(CORRECTED)
     wanted, report = updated(step_of(CORRECTED, both, rows=4), params)
-    weights, told = updated(step_of(CORRECTED, both, rows=4, axes=axes, remat="dots"), params)
+    weights, result = updated(step_of(CORRECTED, both, rows=4, axes=axes, remat="dots"), params)
     assert_close(weights, wanted)
     for name in ("experts/balance_loss", "experts/load_max", "train/loss"):
-        assert told[name] == pytest.approx(report[name], rel=1e-5), name
+        assert result[name] == pytest.approx(report[name], rel=1e-5), name
 
 
 def pairs() -> list[PreferencePair]:
     rng = np.random.default_rng(3)
-    drawn = (rng.integers(1, VOCAB, n).astype(np.int32) for n in (4, 7, 5) * 6)
+    ids = (rng.integers(1, VOCAB, n).astype(np.int32) for n in (4, 7, 5) * 6)
     return [
         PreferencePair(prompt_ids=prompt, chosen_ids=chosen, rejected_ids=rejected)
-        for prompt, chosen, rejected in zip(drawn, drawn, drawn, strict=True)
+        for prompt, chosen, rejected in zip(ids, ids, ids, strict=True)
     ]
 
 
 def worked(pair: PreferencePair) -> tuple[np.ndarray, np.ndarray]:
-    """Return an answer after its prompt, and which of its tokens are learnt."""
+    """Return an answer after its prompt, and which of its tokens are trained."""
     token_ids = np.concatenate([pair.prompt_ids, pair.chosen_ids])
     return token_ids, np.arange(len(token_ids)) >= len(pair.prompt_ids)
 
@@ -285,9 +285,9 @@ def test_other_jobs_balance_over_all_of_their_micro_batches(job):
             data = PreferenceData(data) if job == "preference" else data
         assert len(step.objective.micro_batches(data, step.sizes)) > 1 or rows == 8
         reports.append((*updated(step, params, data), step.measure(params, data)))
-    (one, told, _), (several, again, measured), (_, plain, wanted) = reports
+    (one, result, _), (several, again, measured), (_, plain, wanted) = reports
     assert_close(several, one)
-    assert told["train/loss"] == pytest.approx(again["train/loss"], rel=1e-5)
+    assert result["train/loss"] == pytest.approx(again["train/loss"], rel=1e-5)
     assert again["train/loss"] - plain["train/loss"] == pytest.approx(
         LOSS.loss * again["experts/balance_loss"], rel=1e-4
     )
@@ -382,12 +382,12 @@ def test_masters_keep_steps_that_bfloat16_would_lose():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("spec", "section", "said"),
+    ("spec", "section", "refusal"),
     [
         (tiny_spec(VOCAB), LOSS, "is dense"),
         (ROUTED, BalanceSection(bias_rate=0.001), "routers lack"),
     ],
 )
-def test_a_model_that_cannot_be_balanced_is_refused(spec, section, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_model_that_cannot_be_balanced_is_refused(spec, section, refusal):
+    with pytest.raises(ConfigError, match=refusal):
         step_of(spec, section)

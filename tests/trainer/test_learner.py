@@ -56,13 +56,13 @@ def group(number: int, *, members: int = 3, version: int = 0) -> EpisodeGroup:
     episodes = []
     for _ in range(members):
         length = int(rng.integers(5, ROW - 2))
-        drawn = np.arange(length) >= 2
+        sampled = np.arange(length) >= 2
         episodes.append(
             Episode(
                 token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
-                drawn=drawn,
-                logprobs=np.where(drawn, -3.2 - rng.random(length) / 5, 0).astype(np.float32),
-                versions=np.where(drawn, version, -1).astype(np.int32),
+                drawn=sampled,
+                logprobs=np.where(sampled, -3.2 - rng.random(length) / 5, 0).astype(np.float32),
+                versions=np.where(sampled, version, -1).astype(np.int32),
                 stop=StopReason.EOS,
             )
         )
@@ -80,8 +80,8 @@ def group(number: int, *, members: int = 3, version: int = 0) -> EpisodeGroup:
 GROUPS = [group(n) for n in range(4)]
 
 
-def told_by(params: Any, groups: list[EpisodeGroup]) -> list[EpisodeGroup]:
-    """The same groups as if `params` had drawn them."""
+def sampled_by(params: Any, groups: list[EpisodeGroup]) -> list[EpisodeGroup]:
+    """The same groups as if `params` had sampled them."""
     batch = pack_groups(groups, None, ROW)
     values = PASS.logprobs(params, batch)
     made = []
@@ -89,8 +89,8 @@ def told_by(params: Any, groups: list[EpisodeGroup]) -> list[EpisodeGroup]:
     for g in groups:
         episodes = []
         for e in g.episodes:
-            place = batch.sequence_ids == next(flat)
-            episodes.append(replace(e, logprobs=np.where(e.drawn, values[place], 0)))
+            tokens = batch.sequence_ids == next(flat)
+            episodes.append(replace(e, logprobs=np.where(e.drawn, values[tokens], 0)))
         made.append(replace(g, episodes=tuple(episodes)))
     return made
 
@@ -137,7 +137,7 @@ def moved(learner: Learner, groups: list[EpisodeGroup] = GROUPS, version: int = 
     return stats
 
 
-def apart(a: Any, b: Any) -> float:
+def distance(a: Any, b: Any) -> float:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(float(jnp.abs(x - y).max()) for x, y in pairs)
 
@@ -151,7 +151,7 @@ def test_shapings_come_before_the_advantage_and_are_counted() -> None:
 
 
 @pytest.mark.parametrize("baseline", ["all", "unmasked"])
-def test_two_right_answers_beside_a_masked_one_learn_only_from_it_if_it_is_compared(
+def test_two_right_answers_with_a_masked_one_learn_only_from_it_if_it_is_compared(
     baseline: str,
 ) -> None:
     """RLOO: +0.5 for each right answer with the masked one of reward 0 in the baseline, else 0."""
@@ -175,10 +175,10 @@ def test_mini_batches_and_epochs_make_as_many_updates_on_other_sequences() -> No
     assert stats["train/tokens"] == sum(e.num_drawn for g in GROUPS for e in g.episodes)
     again = learner_of(algorithm={"epochs": 2, "minibatches": 3})
     moved(again)
-    assert apart(learner.params, again.params) == 0  # the shuffle is keyed
+    assert distance(learner.params, again.params) == 0  # the shuffle is keyed
     other = learner_of(algorithm={"epochs": 2, "minibatches": 3}, seed=1)
     moved(other)
-    assert apart(learner.params, other.params) > 0
+    assert distance(learner.params, other.params) > 0
 
 
 def test_each_epoch_deals_the_sequences_anew() -> None:
@@ -198,7 +198,7 @@ def test_each_epoch_deals_the_sequences_anew() -> None:
 
 
 @pytest.mark.parametrize("minibatches", [2, 5, 12])
-def test_measures_of_a_step_are_the_same_however_many_updates_it_is_learnt_in(
+def test_measures_of_a_step_are_the_same_however_many_updates_it_is_trained_in(
     minibatches: int,
 ) -> None:
     """The mean of the parts' effective sample sizes was far above that of the step: parts of one
@@ -226,20 +226,20 @@ def test_with_several_updates_the_proximal_policy_is_the_one_at_the_start() -> N
 
 
 def test_a_divergence_in_the_reward_is_taken_off_where_the_estimator_looks() -> None:
-    drawn = told_by(PARAMS, GROUPS)
+    sampled = sampled_by(PARAMS, GROUPS)
     settings = {"kl_in": "reward", "kl": "k1", "kl_coefficient": 0.5}
     for estimator in ("group_mean", "reinforce_pp"):
         algorithm = {**settings, "advantage": estimator}
         same = learner_of(algorithm=algorithm, companions={"reference": copied(PARAMS)})
-        stats = moved(same, drawn)
+        stats = moved(same, sampled)
         assert stats["reward/kl"] == pytest.approx(0, abs=1e-5)
         far = learner_of(algorithm=algorithm, companions={"reference": copied(OTHER)})
-        stats = moved(far, drawn)
-        batch = pack_groups(drawn, None, ROW)
+        stats = moved(far, sampled)
+        batch = pack_groups(sampled, None, ROW)
         gap = PASS.logprobs(PARAMS, batch) - PASS.logprobs(OTHER, batch)
-        wanted = 0.5 * gap[batch.mask].sum() / sum(len(g.episodes) for g in drawn)
+        wanted = 0.5 * gap[batch.mask].sum() / sum(len(g.episodes) for g in sampled)
         assert stats["reward/kl"] == pytest.approx(wanted, rel=1e-4)
-        assert apart(same.params, far.params) > 1e-4
+        assert distance(same.params, far.params) > 1e-4
         assert stats["train/loss"] == pytest.approx(stats["train/policy_loss"])
 
 
@@ -259,7 +259,7 @@ def over_groups(
 
 
 FROM_EARNED: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
-    # of each sequence what its drawn tokens earned, float64 -> its advantages
+    # of each sequence what its sampled tokens earned, float64 -> its advantages
     "reinforce": lambda e: over_groups(e, lambda r, n: r),
     "rloo": lambda e: over_groups(e, lambda r, n: (r - r.mean()) * 3 / 2),
     "opo": lambda e: over_groups(e, lambda r, n: r - (r * n).sum() / n.sum()),
@@ -296,7 +296,7 @@ def test_a_token_that_the_teacher_finds_likelier_gets_a_larger_advantage() -> No
 
 
 @pytest.mark.parametrize("name", [*FROM_EARNED, "by_sequence", "by_token"])
-def test_a_divergence_in_the_reward_is_counted_once_beside_token_rewards(
+def test_a_divergence_in_the_reward_is_counted_once_with_token_rewards(
     name: str, tmp_path: Path
 ) -> None:
     """Against float64, from the log-probs on: what a token earned is its reward less 0.3 times
@@ -333,17 +333,17 @@ def test_a_divergence_in_the_reward_is_counted_once_beside_token_rewards(
     gap = PASS.logprobs(PARAMS, batch).astype(np.float64) - PASS.logprobs(OTHER, batch)
     earned = []
     for e, s in ((e, s) for g in groups for e, s in zip(g.episodes, g.scores, strict=True)):
-        place = batch.sequence_ids == len(earned)
+        tokens = batch.sequence_ids == len(earned)
         values = (
-            np.asarray(s.token_rewards, np.float64) * (name != "by_sequence") - 0.3 * gap[place]
+            np.asarray(s.token_rewards, np.float64) * (name != "by_sequence") - 0.3 * gap[tokens]
         )
         earned.append(values[e.drawn])
         earned[-1][-1] += s.reward
-    alike = {"by_sequence": "reinforce", "by_token": "reinforce_pp"}
-    wanted = FROM_EARNED[alike.get(name, name)](earned)
-    drawn = [e.drawn for g in groups for e in g.episodes]
+    same_as = {"by_sequence": "reinforce", "by_token": "reinforce_pp"}
+    wanted = FROM_EARNED[same_as.get(name, name)](earned)
+    sampled = [e.drawn for g in groups for e in g.episodes]
     flat = [a for of_group in found[0].advantages for a in of_group]
-    for a, mask, values in zip(flat, drawn, wanted, strict=True):
+    for a, mask, values in zip(flat, sampled, wanted, strict=True):
         np.testing.assert_allclose(a[mask], values, rtol=1e-4, atol=2e-5)
 
 
@@ -394,11 +394,11 @@ def test_the_reference_follows_as_configured() -> None:
         after_one = copied(learner.params)
         if where is None:
             mixed = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, PARAMS, after_one)
-            assert apart(learner.frozen.reference, mixed) < 1e-6
+            assert distance(learner.frozen.reference, mixed) < 1e-6
             continue
-        assert apart(learner.frozen.reference, PARAMS) == 0
+        assert distance(learner.frozen.reference, PARAMS) == 0
         moved(learner, version=1)
-        assert (apart(learner.frozen.reference, learner.params) == 0) == where
+        assert (distance(learner.frozen.reference, learner.params) == 0) == where
 
 
 def test_the_entropy_bonus_is_on_only_below_its_target() -> None:
@@ -424,7 +424,7 @@ def test_a_teacher_pulls_the_policy_towards_it(form: dict) -> None:
         companions={"teacher": copied(OTHER), "teacher_pass": teacher_pass},
     )
     key = "policy/teacher_gap" if form["form"] == "advantage" else "policy/teacher_divergence"
-    gaps = [moved(learner, told_by(learner.params, GROUPS), version=v)[key] for v in range(8)]
+    gaps = [moved(learner, sampled_by(learner.params, GROUPS), version=v)[key] for v in range(8)]
     assert gaps[-1] < 0.7 * gaps[0]
 
 
@@ -433,14 +433,14 @@ def test_an_older_copy_of_itself_teaches_and_is_refreshed() -> None:
         teacher={"source": "self", "refresh_every": 2},
         companions={"teacher": copied(PARAMS), "teacher_pass": PASS},
     )
-    assert moved(learner, told_by(PARAMS, GROUPS))["policy/teacher_gap"] == pytest.approx(
+    assert moved(learner, sampled_by(PARAMS, GROUPS))["policy/teacher_gap"] == pytest.approx(
         0, abs=1e-5
     )
-    assert apart(learner.frozen.teacher, PARAMS) == 0
+    assert distance(learner.frozen.teacher, PARAMS) == 0
     moved(learner, version=1)
-    assert apart(learner.frozen.teacher, learner.params) == 0
+    assert distance(learner.frozen.teacher, learner.params) == 0
     moved(learner, version=2)
-    assert apart(learner.frozen.teacher, learner.params) > 0
+    assert distance(learner.frozen.teacher, learner.params) > 0
 
 
 CRITIC = make_critic(SPEC, SETTINGS, learning_rate=1e-2, total_steps=20)
@@ -462,11 +462,11 @@ def test_a_critic_learns_the_returns_and_the_policy_waits_for_its_warm_up() -> N
         stats = moved(learner, version=version)
         assert stats["critic/warming"] == 1 and stats["train/updates"] == 0
         losses.append(stats["critic/loss"])
-    assert apart(learner.params, PARAMS) == 0 and int(learner.state.step) == 0
+    assert distance(learner.params, PARAMS) == 0 and int(learner.state.step) == 0
     for version in range(2, 8):
         stats = moved(learner, version=version)
         losses.append(stats["critic/loss"])
-    assert stats["critic/warming"] == 0 and apart(learner.params, PARAMS) > 0
+    assert stats["critic/warming"] == 0 and distance(learner.params, PARAMS) > 0
     assert losses[-1] < 0.7 * losses[0]
     assert learner.critic_state is not None and int(learner.critic_state.step) == 2 * 8
 
@@ -493,7 +493,7 @@ def test_worked_answers_are_counted_once_in_several_epochs() -> None:
     assert moved(learner)["supervised/tokens"] == 2 * 5
 
 
-def test_worked_answers_mixed_in_are_learnt_beside_the_policys_own() -> None:
+def test_worked_answers_mixed_in_are_trained_on_with_the_policys_own() -> None:
     answer = np.arange(3, 11, dtype=np.int32)
     pair = (answer, np.arange(8) >= 3)
     learner = learner_of(
@@ -516,20 +516,20 @@ def test_losses_by_covariance_find_the_tokens_of_the_step(loss: str) -> None:
         assert stats["policy/clip_share"] >= 0.2 - 0.02
 
 
-def test_the_rank_of_the_covariance_is_by_size_over_the_learnt_tokens() -> None:
+def test_the_rank_of_the_covariance_is_by_size_over_the_trained_tokens() -> None:
     rng = np.random.default_rng(0)
     logs, values = rng.normal(size=(2, 3, 5)).astype(np.float32)
     mask = rng.random((3, 5)) < 0.6
     rank = covariance_rank(logs, values, mask)
     covariance = (logs - logs[mask].mean()) * (values - values[mask].mean())
-    for place in zip(*np.nonzero(mask), strict=True):
-        larger = np.count_nonzero(covariance[mask] > covariance[place])
-        assert rank[place] == pytest.approx(larger / mask.sum())
+    for index in zip(*np.nonzero(mask), strict=True):
+        larger = np.count_nonzero(covariance[mask] > covariance[index])
+        assert rank[index] == pytest.approx(larger / mask.sum())
     assert (rank[~mask] == 1).all()
     assert (covariance_rank(logs, values, np.zeros_like(mask)) == 1).all()
 
 
-def test_what_it_saves_makes_another_one_go_on_alike() -> None:
+def test_another_one_continues_from_what_it_saves_with_the_same_numbers() -> None:
     how: dict[str, Any] = {
         "algorithm": {"advantage": "gae", "kl_coefficient": 0.1, "kl_target": 0.01},
         "reference": {"refresh_every": 2},
@@ -543,8 +543,8 @@ def test_what_it_saves_makes_another_one_go_on_alike() -> None:
         moved(one, version=version)
     two.restore(jax.tree.map(jnp.copy, one.tree()), one.numbers())
     assert moved(one, version=3) == moved(two, version=3)
-    assert apart(one.tree()["train"].params, two.tree()["train"].params) == 0
-    assert apart(one.tree()["critic"].params, two.tree()["critic"].params) == 0
+    assert distance(one.tree()["train"].params, two.tree()["train"].params) == 0
+    assert distance(one.tree()["critic"].params, two.tree()["critic"].params) == 0
 
 
 def test_a_step_with_nothing_to_learn_leaves_what_is_steered() -> None:
@@ -558,7 +558,7 @@ def test_a_step_with_nothing_to_learn_leaves_what_is_steered() -> None:
     assert stats["train/tokens"] == 0 and learner.numbers() == before
 
 
-def test_a_resumed_learner_goes_on_with_the_next_worked_answers() -> None:
+def test_a_resumed_learner_continues_with_the_next_worked_answers() -> None:
     def answers() -> Any:
         for n in range(100):
             yield np.full(6, n % VOCAB, np.int32), np.arange(6) >= 3
@@ -606,9 +606,9 @@ def test_worked_answers_and_sampling_masks_go_together() -> None:
 
 
 @pytest.mark.parametrize("kl_in", [pytest.param("loss", marks=pytest.mark.exhaustive), "reward"])
-def test_a_reference_in_the_hosts_memory_says_the_same(kl_in: str) -> None:
+def test_a_reference_in_the_hosts_memory_has_the_same_log_probs(kl_in: str) -> None:
     algorithm = {"kl_coefficient": 0.5, "kl_in": kl_in, "kl": "k1" if kl_in == "reward" else "k3"}
-    told, weights = [], []
+    reports, weights = [], []
     for offload in (False, True):
         learner = learner_of(
             algorithm=algorithm,
@@ -616,15 +616,15 @@ def test_a_reference_in_the_hosts_memory_says_the_same(kl_in: str) -> None:
             companions={"reference": copied(PARAMS)},
             offload_reference=offload,
         )
-        told.append([moved(learner), moved(learner, version=1)])
+        reports.append([moved(learner), moved(learner, version=1)])
         weights.append(learner.params)
         kinds = {x.sharding.memory_kind for x in jax.tree.leaves(learner.frozen.reference)}
         assert kinds == {"pinned_host" if offload else "device"}
-    assert apart(*weights) < 1e-6
-    for before, after in zip(*told, strict=True):
+    assert distance(*weights) < 1e-6
+    for before, after in zip(*reports, strict=True):
         for key in ("train/loss", "policy/kl_reference", "train/grad_norm"):
             assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-6)
-    assert told[1][1]["policy/kl_reference"] > 0
+    assert reports[1][1]["policy/kl_reference"] > 0
 
 
 def test_a_critics_value_after_the_last_token_reaches_an_episode_that_was_cut() -> None:
@@ -680,12 +680,12 @@ def test_the_learning_rate_ends_with_the_run_where_fewer_updates_are_made(warmin
     for name, of in both:
         real = of.update
 
-        def told(*args: Any, real: Any = real, name: str = name, **how: Any) -> Any:
+        def recorded(*args: Any, real: Any = real, name: str = name, **how: Any) -> Any:
             state, stats = real(*args, **how)
             rates[name].append(stats[f"{name}/learning_rate"])
             return state, stats
 
-        of.update = told  # type: ignore[method-assign]
+        of.update = recorded  # type: ignore[method-assign]
     reports = [moved(learner, GROUPS[:2], version=v) for v in range(3)]
     assert [r["train/missing_updates"] for r in reports] == [2, 2, 2]
     assert step.programs.accumulate._cache_size() <= 1, "one program for all mini-batches"
@@ -743,34 +743,34 @@ def test_the_reference_looks_at_a_step_once(
     assert stats["policy/kl_reference"] > 0
 
 
-def test_a_reference_looked_up_once_says_what_it_says_in_every_update() -> None:
+def test_a_reference_looked_up_once_has_the_log_probs_of_every_update() -> None:
     """The same two epochs, and the reference in each of them."""
     settings = {"kl_coefficient": 0.5, "epochs": 2}
-    told = []
+    results = []
     for inside in (False, True):
         learner = learner_of(algorithm=settings, companions={"reference": copied(OTHER)})
         if inside:
             others = learner.credit.columns - {"reference_logprobs"}
             learner.credit = replace(learner.credit, columns=others)
-        told.append((moved(learner), learner.params))
-    assert apart(told[0][1], told[1][1]) < 1e-5
+        results.append((moved(learner), learner.params))
+    assert distance(results[0][1], results[1][1]) < 1e-5
     for key in ("policy/kl_reference", "train/loss"):
-        assert told[0][0][key] == pytest.approx(told[1][0][key], rel=1e-4)
+        assert results[0][0][key] == pytest.approx(results[1][0][key], rel=1e-4)
 
 
-def test_process_rewards_of_groups_that_are_too_old_are_not_learnt() -> None:
+def test_process_rewards_of_groups_that_are_too_old_are_not_trained_on() -> None:
     def with_process(g: EpisodeGroup) -> EpisodeGroup:
         steps = [np.where(e.drawn, 0.3 * i, 0).astype(np.float32) for i, e in enumerate(g.episodes)]
         scores = [replace(s, process_rewards=r) for s, r in zip(g.scores, steps, strict=True)]
         return replace(g, scores=tuple(scores))
 
-    judged = [with_process(g) for g in GROUPS]  # drawn by version 0
+    judged = [with_process(g) for g in GROUPS]  # sampled by version 0
     young, old, bare = (learner_of(process_max_age=2) for _ in range(3))
     assert moved(young, judged, version=2)["process/too_old"] == 0
     assert moved(old, judged, version=3)["process/too_old"] == len(GROUPS)
     moved(bare, GROUPS, version=3)
-    assert apart(old.params, bare.params) == 0
-    assert apart(young.params, bare.params) > 0
+    assert distance(old.params, bare.params) == 0
+    assert distance(young.params, bare.params) > 0
 
 
 @pytest.mark.parametrize("anchor", ["behavior", "proximal"])
@@ -780,28 +780,28 @@ def test_the_first_episodes_of_a_step_are_kept_as_the_trainer_saw_them(
 ) -> None:
     shaping = ({"cap": {"low": 0.0, "high": 0.5}},)
     settings = {"anchor": anchor, "shaping": shaping, "advantage": "group_mean"}
-    learner = learner_of(algorithm={**settings, "minibatches": minibatches}, sights_every=2)
+    learner = learner_of(algorithm={**settings, "minibatches": minibatches}, views_every=2)
     moved(learner)  # version 1 is not shown
-    assert learner.sights == []
+    assert learner.views == []
     before = [np.asarray(learner.probe(e.token_ids)) for g in GROUPS[:2] for e in g.episodes[:2]]
     moved(learner, version=1)
     shown = [e for g in GROUPS[:2] for e in g.episodes[:2]]
-    assert [s.episode for s in learner.sights] == shown
-    for sight, logprobs in zip(learner.sights, before, strict=True):
-        np.testing.assert_allclose(sight.logprobs[1:], logprobs, rtol=1e-5, atol=1e-5)
-        (of,) = [g for g in GROUPS if any(e is sight.episode for e in g.episodes)]
+    assert [s.episode for s in learner.views] == shown
+    for view, logprobs in zip(learner.views, before, strict=True):
+        np.testing.assert_allclose(view.logprobs[1:], logprobs, rtol=1e-5, atol=1e-5)
+        (of,) = [g for g in GROUPS if any(e is view.episode for e in g.episodes)]
         rewards = np.minimum([s.reward for s in of.scores], 0.5)
-        place = [e is sight.episode for e in of.episodes].index(True)
-        advantage = np.where(sight.episode.drawn, rewards[place] - rewards.mean(), 0)
-        np.testing.assert_allclose(sight.advantages, advantage, atol=1e-6)
+        index = [e is view.episode for e in of.episodes].index(True)
+        advantage = np.where(view.episode.drawn, rewards[index] - rewards.mean(), 0)
+        np.testing.assert_allclose(view.advantages, advantage, atol=1e-6)
     moved(learner, version=2)
-    assert learner.sights == [], "what is old is not shown beside newer samples"
+    assert learner.views == [], "what is old is not shown beside newer samples"
 
 
-def test_to_keep_what_the_trainer_saw_changes_nothing_of_what_is_learnt() -> None:
-    plain, watched = learner_of(), learner_of(sights_every=1)
+def test_to_keep_what_the_trainer_saw_changes_nothing_of_what_is_trained() -> None:
+    plain, watched = learner_of(), learner_of(views_every=1)
     assert moved(plain) == moved(watched)
-    assert apart(plain.params, watched.params) == 0
+    assert distance(plain.params, watched.params) == 0
 
 
 # ---- loss components
@@ -837,7 +837,9 @@ def test_components_are_of_the_tokens_that_they_cover_and_in_the_loss() -> None:
 
 
 @pytest.mark.parametrize("minibatches", [2, 5])
-def test_components_are_the_same_however_many_updates_a_step_is_learnt_in(minibatches: int) -> None:
+def test_components_are_the_same_however_many_updates_a_step_is_trained_in(
+    minibatches: int,
+) -> None:
     settings = {"learning_rate": 0.0, "losses": COMPONENTS}
     whole = moved(learner_of(algorithm=settings))
     parts = moved(learner_of(algorithm={**settings, "minibatches": minibatches, "epochs": 2}))
@@ -872,7 +874,7 @@ def test_a_component_follows_its_ramp_from_step_to_step_also_when_restored() -> 
     assert stats["train/loss"] == pytest.approx(stats["train/policy_loss"] + terms, rel=1e-4)
 
 
-def test_demonstrations_of_a_component_are_learnt_as_those_with_a_coefficient() -> None:
+def test_demonstrations_of_a_component_are_trained_on_as_those_with_a_coefficient() -> None:
     pair = (np.arange(3, 11, dtype=np.int32), np.arange(8) >= 3)
     given: dict[str, Any] = {"pairs": iter(lambda: pair, None)}
     named = {"sft": {"loss": "nll", "tokens": "demonstrations", "coefficient": 0.5}}
@@ -884,7 +886,7 @@ def test_demonstrations_of_a_component_are_learnt_as_those_with_a_coefficient() 
     assert reports[0]["loss_tokens/sft"] == reports[1]["supervised/tokens"] == 10
     assert reports[0]["loss/sft"] == pytest.approx(reports[1]["supervised/loss"], rel=1e-5)
     assert reports[0]["train/loss"] == pytest.approx(reports[1]["train/loss"], rel=1e-5)
-    assert apart(new.params, old.params) < 1e-5 < apart(new.params, learner_of().params)
+    assert distance(new.params, old.params) < 1e-5 < distance(new.params, learner_of().params)
 
 
 def test_a_component_of_the_kl_is_the_kl_of_the_loss() -> None:
@@ -894,4 +896,4 @@ def test_a_component_of_the_kl_is_the_kl_of_the_loss() -> None:
     old = learner_of(algorithm={"kl_coefficient": 0.5}, companions=reference)
     reports = [moved(one) for one in (new, old)]
     assert reports[0]["loss/near"] == pytest.approx(reports[1]["policy/kl_reference"], rel=1e-5)
-    assert apart(new.params, old.params) < 1e-6
+    assert distance(new.params, old.params) < 1e-6

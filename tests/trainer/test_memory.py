@@ -82,18 +82,18 @@ def memory_for(step, rows, seen):
 
 def test_with_half_the_rows_the_update_is_the_same_and_stays_halved():
     whole = make_step()
-    expected, told = whole.update(whole.init(PARAMS), DATA)
+    expected, report = whole.update(whole.init(PARAMS), DATA)
     step, seen = make_step(), []
     with memory_for(step, 2, seen):
         state, stats = step.update(step.init(PARAMS), DATA)
         assert seen == [6, 3, 2, 2, 2]
-        learnt = jax.tree.map(np.array, state.params)
+        trained = jax.tree.map(np.array, state.params)
         step.update(state, DATA)
         assert seen[5:] == [2, 2, 2], "it does not try the large ones again"
     assert stats["faults/oom_retries"] == 2 and stats["train/micro_batches"] == 3
-    assert "faults/oom_retries" not in told
-    assert stats["train/loss"] == pytest.approx(told["train/loss"], abs=1e-6)  # terms of about 1
-    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(learnt), strict=True):
+    assert "faults/oom_retries" not in report
+    assert stats["train/loss"] == pytest.approx(report["train/loss"], abs=1e-6)  # terms of about 1
+    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(trained), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -119,7 +119,7 @@ def test_another_error_of_the_device_is_not_taken_for_it():
         step.update(step.init(PARAMS), DATA)
 
 
-def test_pairs_are_not_torn_apart():
+def test_both_answers_of_a_pair_stay_in_one_micro_batch():
     mesh = make_slices(schema.MeshSection(), jax.devices()).trainer
     trainer = schema.TrainerSection(micro_batch_tokens=ROWS * ROW)
     settings = LearningSettings(mesh=mesh, trainer=trainer, row_length=ROW)
@@ -170,7 +170,7 @@ def test_a_program_that_the_machine_has_no_memory_for_is_not_started(monkeypatch
         np.testing.assert_allclose(a, b, atol=1e-6)
     monkeypatch.setattr(update_module, "host_memory", lambda: (2**40, 1))
     another = make_step()
-    learnt, _ = another.update(another.init(PARAMS), DATA)
+    trained, _ = another.update(another.init(PARAMS), DATA)
     assert another.sizes.most == 1 and "may not suffice" in caplog.text, "an estimate ends no run"
-    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(learnt.params), strict=True):
+    for a, b in zip(jax.tree.leaves(expected.params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)

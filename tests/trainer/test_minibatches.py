@@ -153,8 +153,8 @@ def test_the_mini_batches_are_made_one_by_one():
     assert len(made) == many == 16
 
 
-def batches(draw_lengths: list[int], silent: list[bool]) -> PackedBatch:
-    pairs = enumerate(zip(draw_lengths, silent, strict=True))
+def batches(draw_lengths: list[int], untrained: list[bool]) -> PackedBatch:
+    pairs = enumerate(zip(draw_lengths, untrained, strict=True))
     return pack([sequence(n, i, learns=not s, worked=i % 5 == 4) for i, (n, s) in pairs], 16)
 
 
@@ -175,9 +175,9 @@ def test_every_sequence_that_learns_is_in_one_part_as_it_was(lengths, parts, see
     sizes = [np.isin(p, own).sum() for p in dealt]
     assert max(sizes) - min(sizes) <= 1
     for part in dealt:
-        places = RowIndex.of(batch).places_of(part)
-        found = repacked(batch, places)
-        np.testing.assert_array_equal(np.unique(found.sequence_ids[places.places >= 0]), part)
+        selection = RowIndex.of(batch).select(part)
+        found = repacked(batch, selection)
+        np.testing.assert_array_equal(np.unique(found.sequence_ids[selection.indices >= 0]), part)
         for number in part:
             before, after = batch.sequence_ids == number, found.sequence_ids == number
             for name in ("token_ids", "positions", "mask", "supervised", "behavior_logprobs",
@@ -185,11 +185,11 @@ def test_every_sequence_that_learns_is_in_one_part_as_it_was(lengths, parts, see
                 values = getattr(batch, name)
                 np.testing.assert_array_equal(values[before], getattr(found, name)[after])
             wide = np.stack([batch.token_ids, batch.positions], -1)
-            np.testing.assert_array_equal(wide[before], moved(wide, places)[after])
+            np.testing.assert_array_equal(wide[before], moved(wide, selection)[after])
             rows, at = np.nonzero(after)
             assert len(set(rows)) == 1 and (np.diff(at) == 1).all()
             assert len(np.unique(found.segment_ids[after])) == 1
-        for row in range(len(places.places)):
+        for row in range(len(selection.indices)):
             real = found.segment_ids[row] > 0
             assert len(np.unique(found.segment_ids[row][real])) == len(
                 np.unique(found.sequence_ids[row][real])

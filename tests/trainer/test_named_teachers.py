@@ -60,17 +60,17 @@ ALGORITHM = schema.AlgorithmSection(
 KINDS = ("forward", "reverse", "js")
 
 
-def told(name: str, weight: float, episode: Episode, rng: np.random.Generator) -> TeacherLogprobs:
+def scored(name: str, weight: float, episode: Episode, rng: np.random.Generator) -> TeacherLogprobs:
     """Log-probs that a teacher could say, at some of the generated tokens."""
-    places = np.flatnonzero(episode.drawn)[: max(1, episode.num_drawn - 1)].astype(np.int32)
-    logits = rng.normal(size=(len(places), VOCAB)) * 2
+    indices = np.flatnonzero(episode.drawn)[: max(1, episode.num_drawn - 1)].astype(np.int32)
+    logits = rng.normal(size=(len(indices), VOCAB)) * 2
     logprobs = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
     order = np.argsort(-logprobs, axis=-1)[:, :K].astype(np.int32)
     return TeacherLogprobs(
         teacher=name,
         weight=weight,
-        places=places,
-        logprobs=np.take_along_axis(logprobs, episode.token_ids[places][:, None], -1)[:, 0],
+        places=indices,
+        logprobs=np.take_along_axis(logprobs, episode.token_ids[indices][:, None], -1)[:, 0],
         top_ids=order,
         top_logprobs=np.take_along_axis(logprobs, order, -1),
     )
@@ -82,19 +82,19 @@ def group(number: int, teachers: dict[str, float]) -> EpisodeGroup:
     episodes = []
     for starts in ((0,), (0, 6)):
         length = int(rng.integers(9, ROW - 2))
-        drawn = (np.arange(length) >= 2) & (np.arange(length) != 6)
+        sampled = (np.arange(length) >= 2) & (np.arange(length) != 6)
         episodes.append(
             Episode(
                 token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
-                drawn=drawn,
-                logprobs=np.where(drawn, -3.2 - rng.random(length) / 5, 0).astype(np.float32),
-                versions=np.where(drawn, 0, -1).astype(np.int32),
+                drawn=sampled,
+                logprobs=np.where(sampled, -3.2 - rng.random(length) / 5, 0).astype(np.float32),
+                versions=np.where(sampled, 0, -1).astype(np.int32),
                 stop=StopReason.EOS,
                 starts=starts,
             )
         )
     scores = tuple(
-        Score(reward=float(i), teachers=tuple(told(n, w, e, rng) for n, w in teachers.items()))
+        Score(reward=float(i), teachers=tuple(scored(n, w, e, rng) for n, w in teachers.items()))
         for i, e in enumerate(episodes)
     )
     prompt = Prompt(
@@ -131,14 +131,14 @@ def test_the_gap_is_the_weighted_sum_of_log_ratios(share_prefixes: bool) -> None
     for (episode, score), gap in zip(by_episode(GROUPS), found, strict=True):
         wanted = np.zeros(len(episode.token_ids))
         for teacher in score.teachers:
-            for place, logprob in zip(teacher.places, teacher.logprobs, strict=True):
-                apart = float(episode.logprobs[place]) - float(logprob)
-                wanted[place] += teacher.weight * apart
-                totals[teacher.teacher].append(apart)
+            for index, logprob in zip(teacher.places, teacher.logprobs, strict=True):
+                gap = float(episode.logprobs[index]) - float(logprob)
+                wanted[index] += teacher.weight * gap
+                totals[teacher.teacher].append(gap)
         np.testing.assert_allclose(gap, wanted, rtol=1e-6)
-    for name, apart in totals.items():
-        assert advice.report[f"teacher/{name}/tokens"] == len(apart)
-        assert advice.report[f"teacher/{name}/kl"] == pytest.approx(np.mean(apart), rel=1e-9)
+    for name, gap in totals.items():
+        assert advice.report[f"teacher/{name}/tokens"] == len(gap)
+        assert advice.report[f"teacher/{name}/kl"] == pytest.approx(np.mean(gap), rel=1e-9)
     assert advice.columns == {}
     assert all(metric_of(key) for key in advice.report)
 
@@ -195,21 +195,21 @@ def test_the_divergence_is_the_weighted_sum_over_each_teachers_top_k_and_rest(ki
     arrays = (batch.token_ids, batch.positions, batch.segment_ids)
     hidden = np.asarray(row_states(SPEC, PARAMS, *arrays), np.float64)
     student = np.roll(softmax(hidden @ np.asarray(PARAMS["embed"].T, np.float64)), 1, axis=1)
-    students = [student.reshape(-1, VOCAB)[places] for places in step.index.sequences]
+    students = [student.reshape(-1, VOCAB)[indices] for indices in step.index.sequences]
     divergences = step.index.to_sequences(np.asarray(found.divergence))
     masks = step.index.to_sequences(batch.mask)
-    for (_, score), q_all, apart, mask in zip(
+    for (_, score), q_all, gap, mask in zip(
         by_episode(GROUPS), students, divergences, masks, strict=True
     ):
         wanted = np.zeros(len(mask))
         for teacher in score.teachers:
-            for place, ids, logprobs in zip(
+            for index, ids, logprobs in zip(
                 teacher.places, teacher.top_ids, teacher.top_logprobs, strict=True
             ):
-                p, q = np.exp(logprobs.astype(np.float64)), q_all[place][ids]
+                p, q = np.exp(logprobs.astype(np.float64)), q_all[index][ids]
                 p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
                 middle = beta * p + (1 - beta) * q
-                wanted[place] += (
+                wanted[index] += (
                     teacher.weight
                     * {
                         "forward": kl(p, q),
@@ -217,7 +217,7 @@ def test_the_divergence_is_the_weighted_sum_over_each_teachers_top_k_and_rest(ki
                         "js": beta * kl(p, middle) + (1 - beta) * kl(q, middle),
                     }[kind]
                 )
-        np.testing.assert_allclose(apart[mask], wanted[mask], atol=2e-5)
+        np.testing.assert_allclose(gap[mask], wanted[mask], atol=2e-5)
 
 
 def test_a_resumed_run_may_compare_another_number_of_tokens(
@@ -232,23 +232,23 @@ def test_a_resumed_run_may_compare_another_number_of_tokens(
     assert not caplog.records
     more = asked(step, K + 1).columns
     assert more["teacher_ids"].shape[-1] == K + 1 and not more["teacher_weights"].any()
-    said = "8 answers of teachers about episodes are not used"
-    assert said in caplog.text
+    message = "8 answers of teachers about episodes are not used"
+    assert message in caplog.text
 
 
 # ---- spans of a teacher with another tokenizer
 
 
-def in_spans(teacher: TeacherLogprobs, sizes: Sequence[int], *, says: bool) -> TeacherLogprobs:
+def in_spans(teacher: TeacherLogprobs, sizes: Sequence[int], *, likely: bool) -> TeacherLogprobs:
     """The same log-probs as if the teacher's tokens were spans of these sizes in turn. Every second
     token that is a span of its own keeps its likely tokens, but for one that the policy lacks.
 
-    says: how likely that one is, is known."""
+    likely: how likely that one is, is known."""
     count = len(teacher.places)
-    apart = np.diff(teacher.places, prepend=-9) > 1  # a span does not go on behind others' tokens
+    begins = np.diff(teacher.places, prepend=-9) > 1  # a span does not go on behind others' tokens
     spans, number, room = np.zeros(count, np.int32), -1, 0
     for i in range(count):
-        if apart[i] or not room:
+        if begins[i] or not room:
             number += 1
             room = sizes[number % len(sizes)]
         spans[i], room = number, room - 1
@@ -261,14 +261,14 @@ def in_spans(teacher: TeacherLogprobs, sizes: Sequence[int], *, says: bool) -> T
         logprobs=np.where(last, teacher.logprobs, 0).astype(np.float32),
         top_ids=ids,
         top_logprobs=np.where(
-            (ids < 0) & ~(says & single)[:, None], -1e4, teacher.top_logprobs
+            (ids < 0) & ~(likely & single)[:, None], -1e4, teacher.top_logprobs
         ).astype(np.float32),
         spans=spans,
     )
 
 
 def with_spans(
-    groups: Sequence[EpisodeGroup], sizes: Sequence[int], *, says: bool = False
+    groups: Sequence[EpisodeGroup], sizes: Sequence[int], *, likely: bool = False
 ) -> list[EpisodeGroup]:
     """The same groups with teacher b of another tokenizer."""
     return [
@@ -278,7 +278,8 @@ def with_spans(
                 replace(
                     s,
                     teachers=tuple(
-                        in_spans(t, sizes, says=says) if t.teacher == "b" else t for t in s.teachers
+                        in_spans(t, sizes, likely=likely) if t.teacher == "b" else t
+                        for t in s.teachers
                     ),
                 )
                 for s in g.scores
@@ -301,13 +302,13 @@ def test_a_token_has_the_gap_of_its_whole_span(share_prefixes: bool) -> None:
             spans = np.arange(len(teacher.places)) if teacher.spans is None else teacher.spans
             for span in set(spans.tolist()):
                 inside = np.flatnonzero(spans == span)
-                apart = sum(
+                gap = sum(
                     float(episode.logprobs[teacher.places[i]]) - float(teacher.logprobs[i])
                     for i in inside
                 )
-                wanted[teacher.places[inside]] += teacher.weight * apart
+                wanted[teacher.places[inside]] += teacher.weight * gap
                 if teacher.teacher == "b":
-                    total, count = total + apart, count + len(inside)
+                    total, count = total + gap, count + len(inside)
         np.testing.assert_allclose(gap, wanted, rtol=1e-6)
     assert advice.report["teacher/b/kl"] == pytest.approx(total / count, rel=1e-9)
     assert advice.report["teacher/b/tokens"] == count
@@ -353,10 +354,10 @@ def test_spans_are_compared_as_a_whole_where_no_tokens_match(
     arrays = (batch.token_ids, batch.positions, batch.segment_ids)
     hidden = np.asarray(row_states(SPEC, PARAMS, *arrays), np.float64)
     student = np.roll(softmax(hidden @ np.asarray(PARAMS["embed"].T, np.float64)), 1, axis=1)
-    students = [student.reshape(-1, VOCAB)[places] for places in step.index.sequences]
+    students = [student.reshape(-1, VOCAB)[indices] for indices in step.index.sequences]
     divergences = step.index.to_sequences(np.asarray(found.divergence))
 
-    def apart(p: np.ndarray, q: np.ndarray) -> float:
+    def divergence(p: np.ndarray, q: np.ndarray) -> float:
         middle = beta * p + (1 - beta) * q
         return {
             "forward": kl(p, q),
@@ -371,19 +372,19 @@ def test_spans_are_compared_as_a_whole_where_no_tokens_match(
             spans = np.arange(len(teacher.places)) if teacher.spans is None else teacher.spans
             for span in set(spans.tolist()):
                 inside = np.flatnonzero(spans == span)
-                last, places = inside[-1], teacher.places[inside]
+                last, indices = inside[-1], teacher.places[inside]
                 named = teacher.top_ids[last] >= 0
                 ids, logprobs = teacher.top_ids[last][named], teacher.top_logprobs[last][named]
                 if named.any():
                     singles += not named.all()
                     p = np.exp(logprobs.astype(np.float64))
-                    q = q_all[places[-1]][ids]
+                    q = q_all[indices[-1]][ids]
                 else:
                     wholes += 1
                     p = np.exp(teacher.logprobs[inside].astype(np.float64).sum(keepdims=True))
-                    q = np.prod(q_all[places, episode.token_ids[places]], keepdims=True)
+                    q = np.prod(q_all[indices, episode.token_ids[indices]], keepdims=True)
                 p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
-                wanted[places[-1]] += teacher.weight * apart(p, q)
+                wanted[indices[-1]] += teacher.weight * divergence(p, q)
         np.testing.assert_allclose(got[episode.drawn], wanted[episode.drawn], atol=3e-5)
     assert wholes > 3 and singles > 0
 
@@ -397,21 +398,21 @@ def order_distances(groups: Sequence[EpisodeGroup], step: PackedStep) -> list[np
     hidden = np.asarray(row_states(SPEC, PARAMS, *arrays), np.float64)
     student = np.roll(softmax(hidden @ np.asarray(PARAMS["embed"].T, np.float64)), 1, axis=1)
     found = []
-    for places, (episode, score) in zip(step.index.sequences, by_episode(groups), strict=True):
-        of_token, wanted = student.reshape(-1, VOCAB)[places], np.zeros(len(episode.token_ids))
+    for indices, (episode, score) in zip(step.index.sequences, by_episode(groups), strict=True):
+        of_token, wanted = student.reshape(-1, VOCAB)[indices], np.zeros(len(episode.token_ids))
         for teacher in score.teachers:
-            for place, ids, logprobs in zip(
+            for index, ids, logprobs in zip(
                 teacher.places, teacher.top_ids, teacher.top_logprobs, strict=True
             ):
                 theirs = np.sort(np.exp(logprobs[(ids < 0) & (logprobs > -1e3)]))[::-1]
-                ours = np.sort(of_token[place][ALONE])[::-1][: len(theirs)]
-                wanted[place] += teacher.weight * np.abs(ours - theirs).sum()
+                ours = np.sort(of_token[index][ALONE])[::-1][: len(theirs)]
+                wanted[index] += teacher.weight * np.abs(ours - theirs).sum()
         found.append(wanted)
     return found
 
 
 def test_what_only_one_side_has_is_compared_by_its_order_next_to_the_divergence() -> None:
-    lost, known = (with_spans(GROUPS, (1, 1, 2), says=says) for says in (False, True))
+    lost, known = (with_spans(GROUPS, (1, 1, 2), likely=likely) for likely in (False, True))
     step = packed(known)
 
     def of_rows(groups: Sequence[EpisodeGroup], unmatched: Unmatched | None) -> list[np.ndarray]:
@@ -440,13 +441,13 @@ def test_what_only_one_side_has_is_compared_by_its_order_next_to_the_divergence(
     for (episode, _), more, less, wanted in zip(
         by_episode(known), both, plain, distances, strict=True
     ):
-        apart = (more - less)[episode.drawn]
-        np.testing.assert_allclose(apart, 0.7 * wanted[episode.drawn], atol=2e-5)
+        slope = (more - less)[episode.drawn]
+        np.testing.assert_allclose(slope, 0.7 * wanted[episode.drawn], atol=2e-5)
     assert sum(np.count_nonzero(wanted) for wanted in distances) > 3
 
 
 def test_an_update_has_the_distance_in_its_loss_with_its_weight() -> None:
-    groups = with_spans(GROUPS, (1, 1, 2), says=True)
+    groups = with_spans(GROUPS, (1, 1, 2), likely=True)
     without, weighed = (
         learner_of("loss", unmatched_weight=weight).learn(groups, 0)["policy/teacher_divergence"]
         for weight in (0.0, 0.7)
@@ -515,7 +516,7 @@ def test_a_local_teacher_computes_its_own_episodes_alone(share_prefixes: bool) -
     np.testing.assert_array_equal(advice.columns["teacher_ids"][mine], ids[mine])
     np.testing.assert_allclose(advice.columns["teacher_logprobs"][mine], likely[mine], atol=1e-5)
     assert (advice.columns["teacher_weights"][mine] == 0.5).all()
-    named = step.rows.at(step.index.places_of(np.array([2, 3]))).batch
+    named = step.rows.at(step.index.select(np.array([2, 3]))).batch
     assert advice.report["teacher/flops"] == 2 * forward_flops(SPEC, named)
     assert len(named.token_ids) < len(step.batch.token_ids), "the others' rows are left out"
     trained = sum(e.num_drawn for e in groups[1].episodes)
@@ -659,16 +660,16 @@ def refers(groups: Sequence[EpisodeGroup], params: Any) -> list[EpisodeGroup]:
     for g in groups:
         scores = []
         for episode, score in zip(g.episodes, g.scores, strict=True):
-            places = np.flatnonzero(episode.drawn).astype(np.int32)
-            said = TeacherLogprobs(
+            indices = np.flatnonzero(episode.drawn).astype(np.int32)
+            known = TeacherLogprobs(
                 teacher="r",
                 weight=0.0,
-                places=places,
-                logprobs=of_rows[number][places],
-                top_ids=np.zeros((len(places), 0), np.int32),
-                top_logprobs=np.zeros((len(places), 0), np.float32),
+                places=indices,
+                logprobs=of_rows[number][indices],
+                top_ids=np.zeros((len(indices), 0), np.int32),
+                top_logprobs=np.zeros((len(indices), 0), np.float32),
             )
-            scores.append(replace(score, teachers=(*score.teachers, said)))
+            scores.append(replace(score, teachers=(*score.teachers, known)))
             number += 1
         found.append(replace(g, scores=tuple(scores)))
     return found
@@ -694,33 +695,33 @@ def test_a_teacher_as_the_reference_trains_as_a_reference_on_the_chips(
 
     held = learner(reference=OTHER, teachers=NamedTeachers(top_k=K if distils else 0, local={}))
     asked_for = NamedTeachers(top_k=K if distils else 0, local={}, reference="r")
-    told = learner(teachers=asked_for)
+    asks = learner(teachers=asked_for)
     groups = list(GROUPS) if distils else without(without(GROUPS, "a"), "b")
     with_r = refers(groups, OTHER)
     for version in range(2):
-        wanted, got = held.learn(groups, version), told.learn(with_r, version)
+        wanted, got = held.learn(groups, version), asks.learn(with_r, version)
         assert got["policy/kl_reference"] == pytest.approx(wanted["policy/kl_reference"], abs=1e-5)
         assert got["policy/kl_coefficient"] == 0.5
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), held.params, told.params)
-    assert told.frozen.reference is None and "reference" not in told.tree()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), held.params, asks.params)
+    assert asks.frozen.reference is None and "reference" not in asks.tree()
     assert got["train/flops"] < wanted["train/flops"]
-    drawn = sum(e.num_drawn for g in groups for e in g.episodes)
-    assert got["teacher/r/tokens"] == drawn and all(metric_of(key) for key in got)
+    sampled = sum(e.num_drawn for g in groups for e in g.episodes)
+    assert got["teacher/r/tokens"] == sampled and all(metric_of(key) for key in got)
 
 
 def test_tokens_that_the_reference_does_not_know_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (whole,) = refers([GROUPS[2]], OTHER)
-    (said,) = whole.scores[0].teachers
-    fewer = {n: getattr(said, n)[1:] for n in ("places", "logprobs", "top_ids", "top_logprobs")}
-    scores = (replace(whole.scores[0], teachers=(replace(said, **fewer),)), whole.scores[1])
+    (known,) = whole.scores[0].teachers
+    fewer = {n: getattr(known, n)[1:] for n in ("places", "logprobs", "top_ids", "top_logprobs")}
+    scores = (replace(whole.scores[0], teachers=(replace(known, **fewer),)), whole.scores[1])
     step = packed([replace(whole, scores=scores)])
     advice = NamedTeachers(top_k=0, local={}, reference="r")(step, NO_DEVICE_LOCK)
     assert advice.reference is not None and not advice.gap.any()
     rows = step.index.to_sequences(advice.reference)
-    np.testing.assert_array_equal(rows[0][said.places[1:]], said.logprobs[1:])
-    assert rows[0][said.places[0]] == whole.episodes[0].logprobs[said.places[0]]
+    np.testing.assert_array_equal(rows[0][known.places[1:]], known.logprobs[1:])
+    assert rows[0][known.places[0]] == whole.episodes[0].logprobs[known.places[0]]
     assert "does not know 1 of the step's tokens" in caplog.text
 
 
@@ -746,7 +747,7 @@ def with_contexts(groups: Sequence[EpisodeGroup], openings: Sequence[Sequence[in
                 s,
                 teachers=(
                     in_other_contexts(
-                        told("c", 0.5, e, np.random.default_rng(0)),
+                        scored("c", 0.5, e, np.random.default_rng(0)),
                         2,
                         openings[next(numbers) % len(openings)],
                     ),
@@ -767,7 +768,7 @@ def test_a_local_teacher_reads_other_contexts_than_the_policy(
     advice = asked(step, K, c=LocalTeacher(OTHER, local))
     gaps = step.index.to_sequences(advice.gap)
     flat_ids = advice.columns["teacher_ids"].reshape(-1, K)
-    ids = [flat_ids[places] for places in step.index.sequences]
+    ids = [flat_ids[indices] for indices in step.index.sequences]
     unread = 0
     for number, (episode, _) in enumerate(by_episode(groups)):
         opening = np.array(openings[number % 3], np.int32)
@@ -781,17 +782,17 @@ def test_a_local_teacher_reads_other_contexts_than_the_policy(
             arrays = (row, np.arange(row.shape[1], dtype=np.int32)[None], np.ones_like(row))
             hidden = np.asarray(row_states(SPEC, OTHER, *arrays), np.float64)[0]
             probs = softmax(hidden @ np.asarray(OTHER["embed"].T, np.float64))
-            for place in np.flatnonzero(episode.drawn[start:end]) + start:
-                at = place - begins + (len(opening) if shown else 0)
+            for index in np.flatnonzero(episode.drawn[start:end]) + start:
+                at = index - begins + (len(opening) if shown else 0)
                 if at >= ROW:
                     unread += 1
-                    assert gaps[number][place] == 0
+                    assert gaps[number][index] == 0
                     continue
-                logprob = np.log(probs[at - 1, episode.token_ids[place]])
-                wanted = 0.5 * (float(episode.logprobs[place]) - logprob)
-                assert gaps[number][place] == pytest.approx(wanted, abs=2e-5)
+                logprob = np.log(probs[at - 1, episode.token_ids[index]])
+                wanted = 0.5 * (float(episode.logprobs[index]) - logprob)
+                assert gaps[number][index] == pytest.approx(wanted, abs=2e-5)
                 likely = np.argsort(-probs[at - 1])[:K]
-                assert ids[number][place].tolist() == likely.tolist()
+                assert ids[number][index].tolist() == likely.tolist()
     assert unread > 0 and f"{unread} generated tokens are beyond a row's 16 tokens" in caplog.text
 
 
@@ -804,7 +805,7 @@ def test_a_teacher_reads_other_contexts_at_the_temperatures_of_their_tasks() -> 
     ]
 
     def gap(opened: bool) -> Any:
-        told_of = [
+        with_teachers = [
             replace(
                 g,
                 scores=tuple(
@@ -812,10 +813,10 @@ def test_a_teacher_reads_other_contexts_at_the_temperatures_of_their_tasks() -> 
                         s,
                         teachers=(
                             in_other_contexts(
-                                told("c", 1.0, e, np.random.default_rng(0)), 2, e.token_ids[:2]
+                                scored("c", 1.0, e, np.random.default_rng(0)), 2, e.token_ids[:2]
                             )
                             if opened
-                            else told("c", 1.0, e, np.random.default_rng(0)),
+                            else scored("c", 1.0, e, np.random.default_rng(0)),
                         ),
                     )
                     for e, s in zip(g.episodes, g.scores, strict=True)
@@ -823,7 +824,7 @@ def test_a_teacher_reads_other_contexts_at_the_temperatures_of_their_tasks() -> 
             )
             for g in groups
         ]
-        step = pack_step(shape(step_data(told_of)), ROW, tasks=tasks)
+        step = pack_step(shape(step_data(with_teachers)), ROW, tasks=tasks)
         return asked(step, c=LocalTeacher(OTHER, local)).gap
 
     assert np.abs(gap(opened=False)).max() > 0.1

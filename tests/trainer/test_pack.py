@@ -24,9 +24,9 @@ OPTIONAL = ("kept", "expert_ids", "offsets", "image_begins", "embeddings", "task
 FIELDS = tuple(name for name in PackedBatch.__dataclass_fields__ if name not in OPTIONAL)
 
 
-def episode_of(drawn: list[bool], seed: int) -> Episode:
+def episode_of(flags: list[bool], seed: int) -> Episode:
     rng = np.random.default_rng(seed)
-    mask = np.array([False, *drawn])
+    mask = np.array([False, *flags])
     return Episode(
         token_ids=rng.integers(1, 1000, len(mask)).astype(np.int32),
         drawn=mask,
@@ -51,7 +51,7 @@ turns = st.lists(
 groups = st.lists(st.lists(turns, min_size=1, max_size=4), min_size=1, max_size=5)
 
 
-def drawn_groups(
+def sampled_groups(
     masks: list[list[list[bool]]],
 ) -> tuple[list[EpisodeGroup], list[list[np.ndarray]]]:
     made = [
@@ -80,8 +80,8 @@ def unpacked(batches: list[PackedBatch], index: int) -> dict[str, np.ndarray]:
 @pytest.mark.full
 @settings(max_examples=80, deadline=None)
 @given(masks=groups, rows=st.integers(1, 4))
-def test_what_is_packed_equals_what_was_drawn_token_for_token(masks, rows):
-    made, advantages = drawn_groups(masks)
+def test_what_is_packed_equals_what_was_sampled_token_for_token(masks, rows):
+    made, advantages = sampled_groups(masks)
     batch = pack_groups(made, advantages, 16)
     parts = micro_batches(batch, MicroSizes((rows,)))
     assert all(b.token_ids.shape == (rows, 16) for b in parts)
@@ -99,16 +99,16 @@ def test_what_is_packed_equals_what_was_drawn_token_for_token(masks, rows):
         np.testing.assert_array_equal(got["advantages"], values)
         np.testing.assert_array_equal(got["positions"], np.arange(len(values)))
         assert len(set(got["segment_ids"].tolist())) == 1
-    places = [g for g, group in enumerate(made) for _ in group.episodes]
-    for index, place in enumerate(places):
-        assert set(unpacked(parts, index)["group_ids"].tolist()) == {place}
+    numbers = [g for g, group in enumerate(made) for _ in group.episodes]
+    for index, number in enumerate(numbers):
+        assert set(unpacked(parts, index)["group_ids"].tolist()) == {number}
 
 
 @pytest.mark.full
 @settings(max_examples=80, deadline=None)
 @given(masks=groups)
 def test_padding_is_empty_and_segments_of_a_row_are_numbered_from_one(masks):
-    batch = pack_groups(*drawn_groups(masks), 16)
+    batch = pack_groups(*sampled_groups(masks), 16)
     padding = batch.segment_ids == 0
     np.testing.assert_array_equal(padding, batch.sequence_ids == -1)
     np.testing.assert_array_equal(padding, batch.group_ids == -1)
@@ -129,7 +129,7 @@ def test_padding_is_empty_and_segments_of_a_row_are_numbered_from_one(masks):
 @given(masks=groups)
 @settings(max_examples=30, deadline=None)
 def test_packing_is_deterministic_and_no_row_could_take_a_later_one(masks):
-    made, advantages = drawn_groups(masks)
+    made, advantages = sampled_groups(masks)
     first, second = pack_groups(made, advantages, 16), pack_groups(made, advantages, 16)
     for name in FIELDS:
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
@@ -156,7 +156,7 @@ def test_each_goes_into_the_first_row_that_has_room_for_it(lengths, more):
 
 
 def test_types_are_those_of_the_carrier():
-    batch = pack_groups(*drawn_groups([[[True, False, True]]]), 8)
+    batch = pack_groups(*sampled_groups([[[True, False, True]]]), 8)
     wanted = {
         "mask": np.bool_,
         "supervised": np.bool_,
@@ -179,8 +179,8 @@ def test_an_episode_longer_than_a_row_is_refused_and_does_not_fit():
         pack_groups([group], advantages, 8)
 
 
-def test_a_mask_takes_tokens_out_of_what_is_learnt():
-    made, advantages = drawn_groups([[[True, True], [True, True]]])
+def test_a_mask_takes_tokens_out_of_what_is_trained():
+    made, advantages = sampled_groups([[[True, True], [True, True]]])
     nothing, half = np.zeros(3, bool), np.array([False, True, False])
     batch = pack_groups(made, advantages, 8, masks=[[nothing, half]])
     assert batch.num_tokens == 1
@@ -188,7 +188,7 @@ def test_a_mask_takes_tokens_out_of_what_is_learnt():
     assert (batch.advantages[~batch.mask] == 0).all()
 
 
-def test_a_first_token_cannot_be_learnt():
+def test_a_first_token_cannot_be_trained():
     with pytest.raises(DataError, match="first token"):
         pack_pairs([(np.arange(3, dtype=np.int32), np.ones(3, bool))], 8)
 

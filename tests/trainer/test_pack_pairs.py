@@ -40,8 +40,8 @@ def test_each_micro_batch_holds_whole_pairs_and_every_token_is_there_once(all_si
         seen |= here
         for index in here:
             check_pair(micro, pairs[index], index)
-        places = np.unique(micro["places"][micro["pair_ids"] >= 0])
-        np.testing.assert_array_equal(places, np.arange(len(here)))
+        slots = np.unique(micro["slots"][micro["pair_ids"] >= 0])
+        np.testing.assert_array_equal(slots, np.arange(len(here)))
         assert len(here) <= max_pairs(ROW, rows)
     assert seen == set(range(len(pairs)))
 
@@ -64,7 +64,7 @@ def check_pair(micro: dict, pair: PreferencePair, index: int) -> None:
 def test_padding_is_marked_as_such_and_segments_count_from_one(all_sizes):
     batch = pack_preference([pair_of(*s) for s in all_sizes], ROW, 2)
     padding = batch.segment_ids == 0
-    assert (batch.pair_ids[padding] == -1).all() and (batch.places[padding] == -1).all()
+    assert (batch.pair_ids[padding] == -1).all() and (batch.slots[padding] == -1).all()
     assert not batch.mask[padding].any() and not batch.is_chosen[padding].any()
     for row in batch.segment_ids:
         kinds = np.unique(row[row > 0])

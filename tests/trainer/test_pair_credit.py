@@ -25,7 +25,7 @@ from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import policy_update
 from jaxrl_async.trainer.objectives.preference_objective import PreferenceData, preference_update
 from jaxrl_async.trainer.pack_pairs import pack_preference
-from jaxrl_async.trainer.pair_credit import as_learnt
+from jaxrl_async.trainer.pair_credit import pair_algorithm
 from jaxrl_async.trainer.update_programs import Frozen
 from jaxrl_async.types import Episode, EpisodeGroup, Prompt, Score, StopReason, Ticket
 
@@ -54,13 +54,13 @@ def group(number: int, rewards: list[float]) -> EpisodeGroup:
     episodes = []
     for _ in rewards:
         token_ids = np.concatenate([prompt, rng.integers(0, VOCAB, rng.integers(3, 8))])
-        drawn = np.arange(len(token_ids)) >= PROMPT
+        sampled = np.arange(len(token_ids)) >= PROMPT
         episodes.append(
             Episode(
                 token_ids=token_ids.astype(np.int32),
-                drawn=drawn,
-                logprobs=np.where(drawn, -3.0, 0).astype(np.float32),
-                versions=np.where(drawn, 0, -1).astype(np.int32),
+                drawn=sampled,
+                logprobs=np.where(sampled, -3.0, 0).astype(np.float32),
+                versions=np.where(sampled, 0, -1).astype(np.int32),
                 stop=StopReason.EOS,
             )
         )
@@ -83,7 +83,7 @@ GROUPS = [
 def learner_of(pairs: dict, settings: LearningSettings, algorithm: dict | None = None) -> Learner:
     section = PairsSection(**pairs)
     given = schema.AlgorithmSection(**{"learning_rate": RATE, **(algorithm or {})})
-    step = policy_update(SPEC, settings, as_learnt(given), total_steps=20)
+    step = policy_update(SPEC, settings, pair_algorithm(given), total_steps=20)
     how = LearnerSettings(algorithm=given, row_length=ROW, pairs=section)
     beside = Companions(
         own_pass=LogprobPass(SPEC, settings),
@@ -115,7 +115,7 @@ def offline(loss: Any, how: str, settings: LearningSettings) -> tuple[Any, dict[
     return state.params, report
 
 
-def apart(a: Any, b: Any) -> float:
+def distance(a: Any, b: Any) -> float:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(float(jnp.abs(x - y).max()) for x, y in pairs)
 
@@ -135,8 +135,8 @@ def test_a_step_is_that_of_the_preference_job_on_the_same_pairs(loss, how) -> No
     learner = learner_of({"loss": loss, "choose": how}, settings_of())
     report = learner.learn(GROUPS, 0)
     assert all(np.isfinite(v) and metric_of(k) for k, v in report.items()), report
-    assert apart(wanted, PARAMS) > 1e-3
-    assert apart(learner.params, wanted) < 1e-5
+    assert distance(wanted, PARAMS) > 1e-3
+    assert distance(learner.params, wanted) < 1e-5
     assert report["train/grad_norm"] == pytest.approx(of_job["train/grad_norm"], rel=1e-5)
     for key in ("train/loss", "train/policy_loss"):
         assert report[key] == pytest.approx(of_job["train/loss"], rel=1e-5), key
@@ -155,7 +155,7 @@ def test_a_step_is_the_same_on_any_mesh_and_in_any_micro_batches(rows, axes) -> 
     one = learner_of(pairs, settings_of())
     other = learner_of(pairs, settings_of(rows, **axes))
     reports = [learner.learn(GROUPS, 0) for learner in (one, other)]
-    assert apart(jax.device_get(one.params), jax.device_get(other.params)) < 1e-5
+    assert distance(jax.device_get(one.params), jax.device_get(other.params)) < 1e-5
     assert reports[0]["train/loss"] == pytest.approx(reports[1]["train/loss"], rel=1e-5)
 
 
@@ -169,7 +169,7 @@ def test_other_terms_of_the_loss_are_averaged_as_ever() -> None:
     assert both["train/policy_loss"] == pytest.approx(alone["train/policy_loss"], rel=1e-6)
     expected = both["train/policy_loss"] - 0.3 * both["policy/entropy"]
     assert both["train/loss"] == pytest.approx(expected, rel=1e-5)
-    assert apart(plain.params, mixed.params) > 1e-5
+    assert distance(plain.params, mixed.params) > 1e-5
 
 
 @pytest.mark.exhaustive
@@ -217,7 +217,7 @@ def test_answers_of_several_contexts_count_with_all_their_tokens() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_resumed_learner_goes_on_with_the_same_numbers() -> None:
+def test_a_resumed_learner_continues_with_the_same_numbers() -> None:
     pairs = {"loss": "dpo", "choose": "best_random"}
     whole = learner_of(pairs, settings_of())
     whole.learn(GROUPS, 0)
@@ -226,4 +226,4 @@ def test_a_resumed_learner_goes_on_with_the_same_numbers() -> None:
     resumed = learner_of(pairs, settings_of())
     resumed.restore(kept, numbers)
     assert resumed.learn(GROUPS, 1) == after
-    assert apart(resumed.params, whole.params) == 0
+    assert distance(resumed.params, whole.params) == 0

@@ -117,8 +117,8 @@ def outcome(step: Update[PolicyObjective], params: Any) -> dict[str, Any]:
 def assert_same(found: Any, wanted: Any) -> None:
     """Within 1e-5 of the largest number of each array, float32's rounding of other orders of
     summing."""
-    places = jax.tree_util.tree_leaves_with_path(wanted)
-    for (path, b), a in zip(places, jax.tree.leaves(found), strict=True):
+    leaves = jax.tree_util.tree_leaves_with_path(wanted)
+    for (path, b), a in zip(leaves, jax.tree.leaves(found), strict=True):
         limit = 1e-5 * max(np.abs(b).max(), 1e-3)
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=limit, err_msg=str(path))
 

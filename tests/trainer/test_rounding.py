@@ -78,8 +78,8 @@ def train(
     step: Update[Given], state: TrainState, first: int = 0, last: int = UPDATES
 ) -> TrainState:
     for gradient in GRADIENTS[first:last]:
-        state, told = step.update(state, gradient)
-        assert told["train/skipped"] == 0
+        state, report = step.update(state, gradient)
+        assert report["train/skipped"] == 0
     return state
 
 
@@ -156,14 +156,14 @@ def test_a_skipped_step_leaves_masters_too():
     step = update_of(jnp.bfloat16)
     state = step.init({"w": START})
     before = jax.tree.map(np.array, state)
-    state, told = step.update(state, np.full((1, *SHAPE), np.nan, np.float32))
-    assert told["train/skipped"] == 1
+    state, report = step.update(state, np.full((1, *SHAPE), np.nan, np.float32))
+    assert report["train/skipped"] == 1
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("rounding", ["masters", "stochastic"])
-def test_a_run_from_a_checkpoint_goes_on_bit_for_bit(tmp_path, rounding):
+def test_a_run_from_a_checkpoint_continues_bit_for_bit(tmp_path, rounding):
     step = update_of(jnp.bfloat16, rounding=rounding)
     state = train(step, step.init({"w": START}), last=5)
     with Checkpoints(tmp_path) as checkpoints:

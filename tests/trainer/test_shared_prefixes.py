@@ -65,7 +65,7 @@ def episode(rng: np.random.Generator, prompt: np.ndarray, branches: int, vocab: 
 
     first, tool, second = turn(5), turn(3), turn(5)
     contexts = [np.concatenate([prompt, first, tool, second])]
-    drawn = [
+    sampled = [
         np.repeat([False, True, False, True], [len(prompt), len(first), len(tool), len(second)])
     ]
     for _ in range(branches):
@@ -73,9 +73,9 @@ def episode(rng: np.random.Generator, prompt: np.ndarray, branches: int, vocab: 
         seen = np.concatenate([left[: rng.integers(1, len(left) + 1)], turn(3)])
         answer = turn(5)
         contexts.append(np.concatenate([seen, answer]))
-        drawn.append(np.arange(len(contexts[-1])) >= len(seen))
-    token_ids, mask = np.concatenate(contexts).astype(np.int32), np.concatenate(drawn)
-    places = np.concatenate([np.arange(len(c)) for c in contexts])
+        sampled.append(np.arange(len(contexts[-1])) >= len(seen))
+    token_ids, mask = np.concatenate(contexts).astype(np.int32), np.concatenate(sampled)
+    index = np.concatenate([np.arange(len(c)) for c in contexts])
     count = int(mask.sum())
     return Episode(
         token_ids=token_ids,
@@ -87,7 +87,7 @@ def episode(rng: np.random.Generator, prompt: np.ndarray, branches: int, vocab: 
             ids=np.stack([token_ids[mask], np.full(count, VOCAB - 1)], 1).ravel().astype(np.int32),
             starts=2 * np.arange(count + 1, dtype=np.int32),
         ),
-        expert_ids=(np.stack([[places, places + 1]] * 2).transpose(2, 0, 1) % 4).astype(np.int8),
+        expert_ids=(np.stack([[index, index + 1]] * 2).transpose(2, 0, 1) % 4).astype(np.int8),
         starts=tuple(np.cumsum([0, *(len(c) for c in contexts[:-1])]).tolist()),
     )  # fmt: skip
 
@@ -114,27 +114,27 @@ GROUPS = [group(seed) for seed in range(3)]
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), vocab=st.sampled_from([2, 4, 23]), row=st.sampled_from([40, 64]))
-def test_each_token_sees_its_context_and_is_learnt_in_one_place(seed, vocab, row):
+def test_each_token_sees_its_context_and_is_trained_once(seed, vocab, row):
     groups = [group(seed + n, vocab=vocab, branches=4) for n in range(2)]
     shaped = shape(step_data(groups))
     step = pack_step(shaped, row, share_prefixes=True)
-    apart = pack_groups(groups, None, row)
+    separate = pack_groups(groups, None, row)
     batch, episodes = step.batch, [e for g in groups for e in g.episodes]
-    assert len(batch.mask) <= len(apart.mask)
+    assert len(batch.mask) <= len(separate.mask)
     assert batch.num_tokens == sum(e.num_drawn for e in episodes)
     until = np.asarray(visible_until(batch.positions, batch.segment_ids))
     for number, (e, of_sequence) in enumerate(zip(episodes, step.index.contexts, strict=True)):
         np.testing.assert_array_equal(step.index.to_sequences(batch.token_ids)[number], e.token_ids)
         assert tuple(c.offset for c in of_sequence) == e.starts
         for context, start, end in zip(of_sequence, e.starts, (*e.starts[1:], None), strict=True):
-            tokens, drawn = e.token_ids[start:end], e.drawn[start:end]
-            rows, columns = np.divmod(context.places[context.shared :], row)
-            assert not drawn[: context.shared].any() and len(set(rows)) == 1
-            assert batch.mask[rows, columns].tolist() == drawn[context.shared :].tolist()
-            for place, at in enumerate(columns, context.shared):
+            tokens, sampled = e.token_ids[start:end], e.drawn[start:end]
+            rows, columns = np.divmod(context.indices[context.shared :], row)
+            assert not sampled[: context.shared].any() and len(set(rows)) == 1
+            assert batch.mask[rows, columns].tolist() == sampled[context.shared :].tolist()
+            for index, at in enumerate(columns, context.shared):
                 seen = np.flatnonzero((np.arange(row) <= at) & (at < until[rows[0]]))
-                assert batch.positions[rows[0], seen].tolist() == list(range(place + 1))
-                assert batch.token_ids[rows[0], seen].tolist() == tokens[: place + 1].tolist()
+                assert batch.positions[rows[0], seen].tolist() == list(range(index + 1))
+                assert batch.token_ids[rows[0], seen].tolist() == tokens[: index + 1].tolist()
             if context.shared:  # so its first own token is predicted by its left neighbour
                 assert batch.token_ids[rows[0], columns[0] - 1] == tokens[context.shared - 1]
                 assert (
@@ -149,14 +149,14 @@ def test_each_token_sees_its_context_and_is_learnt_in_one_place(seed, vocab, row
 def test_mini_batches_share_anew_and_learn_each_token_once(seed, parts, vocab):
     groups = [group(seed + n, vocab=vocab) for n in range(2)]
     step = pack_step(shape(step_data(groups)), ROW, share_prefixes=True)
-    apart = pack_step(shape(step_data(groups)), ROW)
+    separate = pack_step(shape(step_data(groups)), ROW)
     step.batch.advantages[step.batch.mask] = np.arange(step.batch.num_tokens) + 1
-    learnt = []
+    trained = []
     for part in deal(step.batch, parts, (seed,)):
-        rows = step.rows.at(step.index.places_of(part)).batch
-        whole = apart.rows.at(apart.index.places_of(part)).batch
+        rows = step.rows.at(step.index.select(part)).batch
+        whole = separate.rows.at(separate.index.select(part)).batch
         assert len(rows.mask) <= len(whole.mask) and rows.num_tokens == whole.num_tokens
-        learnt += rows.advantages[rows.mask].tolist()
+        trained += rows.advantages[rows.mask].tolist()
         for number in part:
             for name in ("token_ids", "behavior_logprobs", "versions", "offsets", "group_ids"):
                 columns = [getattr(b, name) for b in (rows, whole)]
@@ -167,7 +167,7 @@ def test_mini_batches_share_anew_and_learn_each_token_once(seed, parts, vocab):
                     for column, b in zip(columns, (rows, whole), strict=True)
                 ]
                 np.testing.assert_array_equal(*map(np.sort, own), name)
-    assert sorted(learnt) == list(range(1, step.batch.num_tokens + 1))
+    assert sorted(trained) == list(range(1, step.batch.num_tokens + 1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -262,10 +262,10 @@ def test_flops_count_what_is_computed():
     assert forward_flops(SPEC, batch) == pytest.approx(wanted)
 
 
-# ---- what is learnt
+# ---- what is trained
 
 
-def learnt(
+def trained(
     shares: bool, algorithm: dict[str, Any], *, spec: ModelSpec = SPEC, axes: Any = None,
     teacher: dict[str, Any] | None = None, critic: bool = False, columns: Any = None,
     steps: int = 1,
@@ -318,13 +318,13 @@ def value_params(spec: ModelSpec, params: Any) -> Any:
 def assert_learns_the_same(**how: Any) -> None:
     """Weights within 1e-5 of the largest step of an array and float32's rounding of the sum; every
     number of the report but those of the packing."""
-    (apart, wanted), (shared, found) = (learnt(s, **how) for s in (False, True))
-    assert shared["train/shared_tokens"] > 0.2 and shared["train/rows"] <= apart["train/rows"]
-    assert shared["train/flops"] < apart["train/flops"]
-    for key, value in apart.items():
+    (separate, wanted), (shared, found) = (trained(s, **how) for s in (False, True))
+    assert shared["train/shared_tokens"] > 0.2 and shared["train/rows"] <= separate["train/rows"]
+    assert shared["train/flops"] < separate["train/flops"]
+    for key, value in separate.items():
         if not key.startswith(OF_PACKING):
             assert shared[key] == pytest.approx(value, rel=2e-5, abs=2e-6), key
-    assert apart.keys() == shared.keys() - {"train/shared_tokens"}
+    assert separate.keys() == shared.keys() - {"train/shared_tokens"}
     before = {"policy": init_params(how.get("spec", SPEC), jax.random.key(0))}
     if how.get("critic"):
         before["critic"] = value_params(SPEC, init_params(SPEC, jax.random.key(1)))
@@ -334,7 +334,7 @@ def assert_learns_the_same(**how: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_update_is_the_one_of_contexts_apart():
+def test_an_update_is_the_one_of_separate_contexts():
     """Groups of one prompt, episodes of several contexts, mini-batches of several micro-batches."""
     assert_learns_the_same(algorithm={"minibatches": 2, "entropy_coefficient": 0.01})
 
@@ -361,5 +361,5 @@ def test_an_update_is_the_one_of_contexts_apart():
     ],
     ids=lambda how: "-".join(str(v) for k, v in how.items() if k not in ("spec", "columns")),
 )  # fmt: skip
-def test_every_algorithm_learns_what_it_learns_apart(how):
+def test_every_algorithm_learns_what_it_learns_from_separate_contexts(how):
     assert_learns_the_same(**how)

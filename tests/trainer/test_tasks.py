@@ -49,7 +49,7 @@ def test_each_token_has_the_index_of_its_groups_task(share: bool) -> None:
 def test_mini_batches_keep_the_tasks_of_their_tokens() -> None:
     step = packed()
     for part in deal(step.batch, 2, [0]):
-        batch = step.rows.at(step.index.places_of(part)).batch
+        batch = step.rows.at(step.index.select(part)).batch
         assert batch.task_ids is not None
         for sequence in part:
             ids = set(batch.task_ids[batch.sequence_ids == sequence].tolist())
@@ -74,10 +74,10 @@ def test_a_kl_in_the_rewards_is_weighted_by_task() -> None:
     )
     data, _ = credit.rewarded(step, results, 0.5)
     assert data.token_rewards is not None and results.proximal is not None
-    gap = step.own_to_groups(results.proximal - results.reference)
+    gap = step.owned_to_groups(results.proximal - results.reference)
     factors = {"a": 0.0, "b": 2.0, "c": 1.0}
     for of_group, rewards, gaps in zip(GROUPS, data.token_rewards, gap, strict=True):
-        for episode, earned, apart in zip(of_group.episodes, rewards, gaps, strict=True):
+        for episode, earned, gap in zip(of_group.episodes, rewards, gaps, strict=True):
             assert earned is not None
-            wanted = -0.5 * factors[of_group.prompt.task] * np.where(episode.drawn, apart, 0.0)
+            wanted = -0.5 * factors[of_group.prompt.task] * np.where(episode.drawn, gap, 0.0)
             np.testing.assert_allclose(earned, wanted, rtol=1e-5, atol=1e-6)

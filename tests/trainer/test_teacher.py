@@ -82,7 +82,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def logits(policy: Policy, packed: PackedBatch) -> np.ndarray:
-    """float64 [rows, length, vocab]: at t, of the distribution that token t is drawn from."""
+    """float64 [rows, length, vocab]: at t, of the distribution that token t is sampled from."""
     arrays = (packed.token_ids, packed.positions, packed.segment_ids)
     hidden = np.asarray(row_states(policy.spec, policy.params, *arrays), np.float64)
     embed = policy.params["embed"].T if policy.spec.tied else policy.params["lm_head"]
@@ -123,8 +123,8 @@ def test_a_divergence_is_between_what_both_say_of_the_tokens_that_both_have(size
     }[kind]
     np.testing.assert_allclose(found.divergence[packed.mask], wanted[packed.mask], atol=2e-5)
     own = log_softmax(logits(policy, packed))  # the policy's own log-probs are of all its tokens
-    drawn = np.take_along_axis(own, packed.token_ids[..., None], -1)[..., 0]
-    np.testing.assert_allclose(found.logprobs[packed.mask], drawn[packed.mask], atol=1e-4)
+    expected = np.take_along_axis(own, packed.token_ids[..., None], -1)[..., 0]
+    np.testing.assert_allclose(found.logprobs[packed.mask], expected[packed.mask], atol=1e-4)
 
 
 def test_a_smaller_teacher_gives_no_advice_on_a_token_that_it_does_not_have(tmp_path):
@@ -151,7 +151,7 @@ def test_cutting_leaves_what_fits():
     assert same is policy.params
 
 
-def test_equal_sizes_with_different_tokens_are_refused_and_so_are_tokens_that_nobody_knows(
+def test_equal_sizes_with_different_tokens_are_refused_and_so_are_unknown_tokens(
     tmp_path,
 ):
     policy = policy_of(24, 0)
@@ -165,11 +165,11 @@ def test_equal_sizes_with_different_tokens_are_refused_and_so_are_tokens_that_no
     bare = saved(tmp_path / "bare", policy_of(32, 1), None)
     with pytest.raises(ConfigError, match=r"32 tokens.*24.*tokenizer\.json"):
         check_advisers(config_of(path=bare), policy.spec, policy.tokenizer)
-    alike = saved(tmp_path / "alike", policy_of(24, 1), None)
-    check_advisers(config_of(path=alike), policy.spec, policy.tokenizer)
+    equal = saved(tmp_path / "alike", policy_of(24, 1), None)
+    check_advisers(config_of(path=equal), policy.spec, policy.tokenizer)
 
 
-def test_tokens_that_only_the_teacher_knows_are_told_and_a_critic_is_looked_at_too(
+def test_tokens_that_only_the_teacher_knows_are_logged_and_a_critic_is_checked_too(
     tmp_path, caplog
 ):
     policy = policy_of(32, 0)
@@ -205,8 +205,8 @@ def test_a_users_advantage_that_declares_that_it_needs_values_gets_a_critic(tmp_
 
 
 def top_divergence(student: np.ndarray, teacher: np.ndarray, ids: np.ndarray, kind: str) -> Any:
-    told = np.take_along_axis(teacher, ids, -1).astype(np.float32)
-    return np.asarray(distill_top(jnp.asarray(student), ids, told, kind=kind), np.float64)
+    logprobs = np.take_along_axis(teacher, ids, -1).astype(np.float32)
+    return np.asarray(distill_top(jnp.asarray(student), ids, logprobs, kind=kind), np.float64)
 
 
 def test_the_students_own_top_k_see_more_of_the_reverse_divergence():

@@ -29,15 +29,15 @@ PROMPT = Prompt(prompt_id=0, position=0, token_ids=np.zeros(1, np.int32), text="
 
 
 def kept_of(mask: np.ndarray) -> KeptTokens:
-    """[drawn, vocab] bool as the sampler gives it."""
+    """[sampled, vocab] bool as the sampler gives it."""
     starts = np.concatenate([[0], np.cumsum(mask.sum(axis=1))]).astype(np.int32)
     return KeptTokens(ids=np.nonzero(mask)[1].astype(np.int32), starts=starts)
 
 
-def episode_of(drawn: list[bool], seed: int) -> tuple[Episode, np.ndarray]:
-    """An episode with masks and experts, and its masks as [drawn, vocab] bool."""
+def episode_of(sampled: list[bool], seed: int) -> tuple[Episode, np.ndarray]:
+    """An episode with masks and experts, and its masks as [sampled, vocab] bool."""
     rng = np.random.default_rng(seed)
-    flags = np.array([False, *drawn])
+    flags = np.array([False, *sampled])
     tokens = rng.integers(0, VOCAB, len(flags)).astype(np.int32)
     mask = rng.random((flags.sum(), VOCAB)) < 0.3
     mask[np.arange(len(mask)), tokens[flags]] = True
@@ -80,12 +80,12 @@ def test_a_mask_without_ids_leaves_no_token_out():
     assert bits[[0, 2]].all() and np.flatnonzero(bits[1]).tolist() == [1, 9]
     episode, _ = episode_of([True] * 3, 0)
     report = group_measures([group_of(replace(episode, kept=kept))], 1)
-    assert report["rollout/kept_mean"] == 2.0, "of the tokens that were not drawn from all"
+    assert report["rollout/kept_mean"] == 2.0, "of the tokens that were not sampled from all"
 
 
 def test_a_packed_step_holds_ids_and_its_micro_batches_alone_are_made_bits():
     """As bits these 400 tokens of a vocabulary of 4 million would be 200 MB."""
-    drawn, vocab = np.arange(400) > 0, 4_000_000
+    sampled, vocab = np.arange(400) > 0, 4_000_000
     ids = np.arange(399, dtype=np.int32) * 10_000
     episode = replace(
         episode_of([True] * 399, 0)[0],
@@ -94,7 +94,7 @@ def test_a_packed_step_holds_ids_and_its_micro_batches_alone_are_made_bits():
     )
     columns = SamplerColumns(mask_vocab=vocab)
     tracemalloc.start()
-    batch = pack_groups([group_of(episode)], [[drawn.astype(np.float32)]], 400, None, (), columns)
+    batch = pack_groups([group_of(episode)], [[sampled.astype(np.float32)]], 400, None, (), columns)
     parts = micro_batches(batch, MicroSizes((1,)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -109,9 +109,9 @@ turns = st.lists(st.lists(st.booleans(), max_size=15), min_size=1, max_size=6)
 
 
 @settings(max_examples=60, deadline=None)
-@given(drawn=turns, rows=st.integers(1, 3))
-def test_masks_and_experts_arrive_where_their_tokens_are(drawn, rows):
-    made = [episode_of(flags, i) for i, flags in enumerate(drawn)]
+@given(flags_of=turns, rows=st.integers(1, 3))
+def test_masks_and_experts_arrive_where_their_tokens_are(flags_of, rows):
+    made = [episode_of(flags, i) for i, flags in enumerate(flags_of)]
     parts = micro_batches(packed(*(e for e, _ in made)), MicroSizes((rows,)))
     seen = 0
     for part in parts:
@@ -119,7 +119,7 @@ def test_masks_and_experts_arrive_where_their_tokens_are(drawn, rows):
         bits = np.unpackbits(np.asarray(part.kept), axis=-1, bitorder="little")[..., :VOCAB].astype(
             bool
         )
-        assert bits[~part.mask].all(), "nothing is refused where nothing was drawn"
+        assert bits[~part.mask].all(), "nothing is refused where nothing was sampled"
         assert part.expert_ids.dtype == np.int8
         assert (part.expert_ids[part.segment_ids == 0] == -1).all()
         for index, (episode, mask) in enumerate(made):
@@ -132,7 +132,7 @@ def test_masks_and_experts_arrive_where_their_tokens_are(drawn, rows):
     assert seen == len(made)
 
 
-def test_what_is_drawn_but_not_learnt_keeps_its_mask():
+def test_what_is_sampled_but_not_trained_keeps_its_mask():
     episode, mask = episode_of([True, True, False, True], 0)
     batch = packed(episode, masks=[[np.array([0, 0, 1, 0, 1], bool)]])
     bits = np.unpackbits(np.asarray(batch.kept)[0, :5], axis=-1, bitorder="little")[:, :VOCAB]
@@ -176,21 +176,21 @@ def test_a_set_of_impossible_ids_has_all_other_bits():
 
 
 def test_masks_that_do_not_fit_are_refused():
-    tokens, drawn = np.array([3, 4, 5], np.int32), np.array([False, True, True])
+    tokens, sampled = np.array([3, 4, 5], np.int32), np.array([False, True, True])
     mask = np.ones((2, VOCAB), bool)
     with pytest.raises(DataError, match="2 sampled tokens has sampling masks for 1 tokens"):
-        sequence_masks(kept_of(mask[:1]), tokens, drawn, VOCAB)
+        sequence_masks(kept_of(mask[:1]), tokens, sampled, VOCAB)
     with pytest.raises(DataError, match="ids from 0 to 28, but the vocabulary has 8"):
-        sequence_masks(kept_of(mask), tokens, drawn, 8)
+        sequence_masks(kept_of(mask), tokens, sampled, 8)
     twice = KeptTokens(ids=np.array([4, 4, 5], np.int32), starts=np.array([0, 2, 3], np.int32))
     with pytest.raises(DataError, match="out of order or twice"):
-        sequence_masks(twice, tokens, drawn, VOCAB)
+        sequence_masks(twice, tokens, sampled, VOCAB)
     mask[1, 5] = False
     with pytest.raises(DataError, match="token 5 at index 2 of an episode was sampled, but its"):
-        sequence_masks(kept_of(mask), tokens, drawn, VOCAB)
+        sequence_masks(kept_of(mask), tokens, sampled, VOCAB)
 
 
-def test_experts_that_do_not_fit_are_refused_and_those_not_told_are_chosen_freely():
+def test_experts_that_do_not_fit_are_refused_and_missing_ones_are_chosen_freely():
     (first, _), (second, _) = episode_of([True, True], 0), episode_of([True], 1)
     short = replace(second, expert_ids=first.expert_ids)
     with pytest.raises(DataError, match=r"of 2 tokens has expert ids of shape \(3, 3, 2\)"):

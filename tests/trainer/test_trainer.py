@@ -64,12 +64,12 @@ class Script:
         self.failing_saves, self.hurries = failing_saves, hurries
         self.telling_saves, self.evaluate = telling_saves, evaluate
         self.asked: list[tuple[int, bool]] = []
-        self.learnt, self.begun = threading.Condition(), list[tuple[int, dict[str, float]]]()
+        self.learn_begun, self.begun = threading.Condition(), list[tuple[int, dict[str, float]]]()
 
-    def learn(self, groups: Any, version: int, turns: Any) -> dict[str, float]:
-        with self.learnt:
+    def learn(self, groups: Any, version: int, lock: Any) -> dict[str, float]:
+        with self.learn_begun:
             self.events.append(f"learn {version}")
-            self.learnt.notify_all()
+            self.learn_begun.notify_all()
         stats = {"train/skipped": float(version in self.skipped)}
         if self.ess:
             stats["offpolicy/ess_share"] = self.ess[version]
@@ -123,7 +123,7 @@ class Script:
 
     def trainer(
         self,
-        turn: Any = NO_DEVICE_LOCK,
+        slice_lock: Any = NO_DEVICE_LOCK,
         *,
         eval_every: int | tuple[int, ...] = 2,
         **settings: Any,
@@ -146,7 +146,7 @@ class Script:
             settings=TrainerSettings(
                 **{"total_steps": 4, "save_every": 0, **settings, "eval_every": every}
             ),
-            turn=turn,
+            slice_lock=slice_lock,
         )
 
 
@@ -173,24 +173,24 @@ def test_each_evaluation_has_its_own_cadence() -> None:
 
 
 def evaluated_while_learning(script: Script) -> dict[str, float]:
-    """An evaluation that ends only once the next version is learnt."""
+    """An evaluation that ends only once the next version is trained."""
     asked = [e for e in script.events if e.startswith("learn")]
     script.events.append("begin to evaluate")
-    with script.learnt:
-        known = script.learnt.wait_for(
+    with script.learn_begun:
+        known = script.learn_begun.wait_for(
             lambda: [e for e in script.events if e.startswith("learn")] != asked, timeout=60
         )
-    assert known, "the next version is learnt meanwhile"
+    assert known, "the next version is trained meanwhile"
     script.events.append("evaluated")
     return {"eval/accuracy": 0.5}
 
 
-def test_an_evaluation_goes_on_beside_the_next_update_which_is_published_after_it() -> None:
+def test_an_evaluation_runs_during_the_next_update_which_is_published_after_it() -> None:
     script = Script()
-    told = iter((*[lambda: evaluated_while_learning(script)] * 2, lambda: {"eval/accuracy": 1.0}))
-    script.evaluate = lambda: next(told)()
+    evals = iter((*[lambda: evaluated_while_learning(script)] * 2, lambda: {"eval/accuracy": 1.0}))
+    script.evaluate = lambda: next(evals)()
     script.trainer(eval_async=True).run()
-    order = {event: place for place, event in enumerate(script.events)}
+    order = {event: index for index, event in enumerate(script.events)}
     assert script.events.count("pause") == 1 and order["pause"] > order["learn 3"], "the last's"
     begun = [i for i, e in enumerate(script.events) if e == "begin to evaluate"]
     ended = [i for i, e in enumerate(script.events) if e == "evaluated"]
@@ -202,25 +202,25 @@ def test_an_evaluation_goes_on_beside_the_next_update_which_is_published_after_i
     assert script.reports[4]["eval/accuracy"] == 1.0 and "train/skipped" in script.reports[2]
 
 
-def test_no_turn_is_held_while_an_evaluation_beside_is_waited_for() -> None:
+def test_the_slice_is_not_locked_while_an_asynchronous_evaluation_is_waited_for() -> None:
     """Several runs step on one slice: the others go on meanwhile."""
-    turn, goes_on = threading.Lock(), threading.Event()
+    slice_lock, goes_on = threading.Lock(), threading.Event()
     script = Script(evaluate=lambda: {"time/eval_s": float(goes_on.wait(60))})
-    trainer = script.trainer(turn, eval_async=True, total_steps=2)
+    trainer = script.trainer(slice_lock, eval_async=True, total_steps=2)
     thread = threading.Thread(target=trainer.run)
     thread.start()
     until = time.monotonic() + 60
     while trainer.clock.doing != "evaluating" and time.monotonic() < until:
         time.sleep(0.001)
-    assert turn.acquire(blocking=False), "it is free for another's step"
-    turn.release()
+    assert slice_lock.acquire(blocking=False), "it is free for another's step"
+    slice_lock.release()
     goes_on.set()
     thread.join(60)
     assert script.events[-1] == "save 2" and "report 0" in script.events
     assert script.reports[1]["time/wait_eval_s"] > 0 and script.reports[1]["time/train_s"] >= 0
 
 
-def test_what_an_evaluation_beside_raises_ends_the_run_saved_and_its_step_reported() -> None:
+def test_an_error_of_an_asynchronous_evaluation_ends_the_run_saved_and_its_step_reported() -> None:
     def fails() -> dict[str, float]:
         raise EndpointMisset("no such judge.")
 
@@ -234,14 +234,14 @@ def test_what_an_evaluation_beside_raises_ends_the_run_saved_and_its_step_report
     )
 
 
-def test_a_run_that_is_lost_still_reports_the_evaluation_beside_it() -> None:
+def test_a_run_that_is_lost_still_reports_its_asynchronous_evaluation() -> None:
     script = Script(skipped=(0, 1, 2))
     with pytest.raises(TrainingError, match="3 steps in a row"):
         script.trainer(total_steps=10, eval_every=3, eval_async=True).run()
     assert script.reports[3]["eval/accuracy"] == 0.5 and script.events[-1] == "save 3"
 
 
-def test_a_stop_that_an_evaluation_beside_brings_ends_the_run_with_a_last_one() -> None:
+def test_a_stop_by_an_asynchronous_evaluation_ends_the_run_with_a_last_one() -> None:
     script = Script(stop_after=2, evaluate=lambda: {"time/eval_s": 1.0})
     script.trainer(total_steps=100, eval_every=2, eval_async=True).run()
     assert script.events[-6:] == [
@@ -259,7 +259,7 @@ def test_skipped_steps_in_a_row_stop_the_run_after_saving() -> None:
     assert [script.reports[v]["train/skipped"] for v in (1, 2, 3, 4)] == [0, 1, 1, 1]
 
 
-def test_skipped_steps_apart_do_not_stop_it() -> None:
+def test_skipped_steps_that_are_not_in_a_row_do_not_stop_it() -> None:
     script = Script(skipped=(0, 2, 4))
     script.trainer(total_steps=6, max_skipped_steps=2).run()
     assert max(script.reports) == 6
@@ -328,7 +328,7 @@ def test_several_that_fail_in_a_row_or_the_last_one_end_the_run() -> None:
         script.trainer(total_steps=3, eval_every=0).run()
 
 
-def test_a_failure_told_by_the_next_save_is_counted_and_that_one_stands() -> None:
+def test_a_failure_reported_by_the_next_save_is_counted_and_that_one_is_kept() -> None:
     script = Script(telling_saves=(2, 5))
     script.trainer(total_steps=5, save_every=2, eval_every=0).run()
     saves = [e for e in script.events if e.startswith("save")]
@@ -341,7 +341,7 @@ def test_a_failure_told_by_the_next_save_is_counted_and_that_one_stands() -> Non
 
 
 def test_where_nothing_may_be_saved_any_more_no_last_save_is_tried() -> None:
-    """Of several processes the others are not told: a last save would wait for them."""
+    """Of several processes the others are not notified: a last save would wait for them."""
     script, tried = Script(), list[int]()
 
     def lost(learner: Any, version: int, numbers: Any) -> None:
@@ -362,7 +362,7 @@ def test_in_a_hurry_nothing_is_evaluated_and_all_is_saved() -> None:
     assert script.events[-1] == "save 3"
 
 
-def test_a_stop_is_heard_while_the_trainer_waits_for_groups() -> None:
+def test_a_stop_is_noticed_while_the_trainer_waits_for_groups() -> None:
     script = Script()
 
     def late(version: int, timeout_s: float | None = None) -> Draw:

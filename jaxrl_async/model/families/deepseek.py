@@ -17,10 +17,10 @@ from jaxrl_async.model.families.parts import ExpertRouter, Latent, Mixture, Scal
 
 def _latent(fields: ConfigFields) -> Latent:
     """Return the sizes of latent attention; queries have no rank if the file says null."""
-    said = "q_lora_rank" not in fields.values or fields.has("q_lora_rank")
+    compresses = "q_lora_rank" not in fields.values or fields.has("q_lora_rank")
     return Latent(
         rank=fields.whole("kv_lora_rank", 512),
-        query_rank=fields.whole("q_lora_rank", 1536) if said else 0,
+        query_rank=fields.whole("q_lora_rank", 1536) if compresses else 0,
         rotated=fields.whole("qk_rope_head_dim", 64),
         value=fields.whole("v_head_dim", 128),
         pairs=fields.flag("rope_interleave", True),
@@ -41,15 +41,15 @@ def _scales(fields: ConfigFields) -> Scales:
     """Return the scale of scores: width ** -0.5, increased by YaRN's mscale_all_dim."""
     width = fields.whole("qk_nope_head_dim", 128) + fields.whole("qk_rope_head_dim", 64)
     rope = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
-    scaled = rope.said("rope_type", rope.said("type", "default")) != "default"
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     grown = 1.0
-    if scaled and rope.said("mscale_all_dim"):
+    if scaled and rope.get("mscale_all_dim"):
         grown = yarn_magnitude(rope.number("factor"), rope.number("mscale_all_dim"))
     return Scales(attention=width**-0.5 * grown**2)
 
 
 def _router_v2(fields: ConfigFields) -> ExpertRouter:
-    method = fields.said("topk_method", "greedy")
+    method = fields.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         fields.refuse(
             f"topk_method {shown(method)} is not supported, only greedy and group_limited_greedy."
@@ -66,8 +66,8 @@ def _router_v2(fields: ConfigFields) -> ExpertRouter:
 
 def _router_v3(fields: ConfigFields) -> ExpertRouter:
     for key, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
-        if fields.said(key, only) != only:
-            fields.refuse(f"{key} {shown(fields.said(key))} is not supported, only {only}.")
+        if fields.get(key, only) != only:
+            fields.refuse(f"{key} {shown(fields.get(key))} is not supported, only {only}.")
     return sigmoid_router(fields, 2.5, 8, 4)
 
 

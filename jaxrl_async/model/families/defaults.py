@@ -38,8 +38,8 @@ _SIZES = (
 
 def _of(*sizes: int | None, **more: object) -> dict[str, Any]:
     """Return a family's defaults: the values of _SIZES, in order and without None, and `more`."""
-    said = dict(zip(_SIZES, sizes, strict=True))
-    return {key: value for key, value in said.items() if value is not None} | more
+    values = dict(zip(_SIZES, sizes, strict=True))
+    return {key: value for key, value in values.items() if value is not None} | more
 
 
 _NO = None
@@ -153,11 +153,11 @@ def expert_keys(family: Family) -> tuple[str, ...]:
 def with_defaults(family: Family, fields: ConfigFields) -> ConfigFields:
     """Return the fields of a file with transformers' defaults for missing keys; null in the file is
     kept. For keys with several names, no default is added if the file has any of them."""
-    said = dict(DEFAULTS[family.model_type])
+    usual = dict(DEFAULTS[family.model_type])
     if any(name in fields.values for name in expert_keys(family)):
-        said.pop(family.experts_key, None)
+        usual.pop(family.experts_key, None)
     if any(fields.has(name) for name in ROPES):
-        said.pop("rope_parameters", None)
-        return ConfigFields({**said, **fields.values}, fields.where)
+        usual.pop("rope_parameters", None)
+        return ConfigFields({**usual, **fields.values}, fields.where)
     there = {key: value for key, value in fields.values.items() if key not in ROPES}
-    return ConfigFields({**said, **there}, fields.where)
+    return ConfigFields({**usual, **there}, fields.where)

@@ -94,7 +94,7 @@ def usual_router(fields: ConfigFields) -> ExpertRouter:
     return USUAL_ROUTER
 
 
-def nothing_said(mixture: Mixture) -> dict[str, Any]:
+def no_entries(mixture: Mixture) -> dict[str, Any]:
     """Return no entries for config.json."""
     return {}
 
@@ -152,9 +152,9 @@ class Family:
     norm_eps: float = 1e-6  # default for config.json, as for the next fields
     qk_norm: QkNorm = "none"
     qk_norm_key: str = ""  # key in config.json of whether the norm exists; "": it does
-    biases: Literal["none", "qkv", "qkv as said", "as said"] = "none"
-    """Biases of attention. as said: by attention_bias, including the output projection; qkv as
-    said: without it."""
+    biases: Literal["none", "qkv", "qkv configured", "configured"] = "none"
+    """Biases of attention. configured: by attention_bias, including the output projection; qkv
+    configured: without it."""
     tied: bool = False
     theta: float = 10_000.0
     rotary_share: float = 1.0  # share of a head's components that are rotated
@@ -189,7 +189,7 @@ class Family:
     experts_key: str = "num_experts"  # key in config.json of their number
     expert_width_key: str = "moe_intermediate_size"
     router: Callable[[ConfigFields], ExpertRouter] = usual_router
-    written_mixture: Callable[[Mixture], dict[str, Any]] = nothing_said
+    written_mixture: Callable[[Mixture], dict[str, Any]] = no_entries
     dense: Callable[[ConfigFields, int], bool] = never
     """Whether a layer of a mixture has one MLP in place of experts."""
     shared_width: Callable[[ConfigFields], int] = no_width

@@ -29,20 +29,20 @@ class ConfigFields:
         """Return whether the file has a value for a key."""
         return self.values.get(key) is not None
 
-    def said(self, key: str, default: object = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Return a value without validation."""
         return self.values[key] if self.has(key) else default
 
     def whole(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """Return a size."""
-        value = self.said(key, default)
+        value = self.get(key, default)
         if type(value) is not int or not 1 <= value <= most:
             raise self.wrong(key, f"a whole number from 1 to {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
-        value = self.said(key, default)
+        value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < MAX_NUMBER:
             raise self.wrong(key, f"a number above 0 and below {MAX_NUMBER:g}")
         return float(value)
@@ -55,11 +55,11 @@ class ConfigFields:
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Return a switch."""
-        return bool(self.said(key, default))
+        return bool(self.get(key, default))
 
     def ids(self, key: str) -> tuple[int, ...]:
         """Return token ids: none, one or several. Old files use -1 for none, also in lists."""
-        value = self.said(key)
+        value = self.get(key)
         ids = [i for i in (value if isinstance(value, list) else [value]) if i not in NO_IDS]
         if any(type(i) is not int or not 0 <= i <= MAX_SIZE for i in ids):
             raise self.wrong(key, "a token id, a list of them or null")
@@ -67,7 +67,7 @@ class ConfigFields:
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Return a list of positive numbers."""
-        value = self.said(key)
+        value = self.get(key)
         good = isinstance(value, list) and all(
             type(x) in (int, float) and 0 < x < MAX_NUMBER for x in value
         )
@@ -77,7 +77,7 @@ class ConfigFields:
 
     def names(self, key: str, known: tuple[str, ...], count: int) -> tuple[str, ...]:
         """Return a list of `count` words, each one of `known`."""
-        value = self.said(key)
+        value = self.get(key)
         if not isinstance(value, list) or len(value) < count:
             raise self.wrong(key, f"a list of {count} of {', '.join(known)}")
         for word in value[:count]:
@@ -90,16 +90,16 @@ class ConfigFields:
 
     def part(self, key: str) -> "ConfigFields":
         """Return a JSON object within this one; empty if it is missing."""
-        value = self.said(key, {})
+        value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{self.where}: {key} must be a JSON object. {COPY_AGAIN}")
         return ConfigFields(value, self.where)
 
-    def wrong(self, key: str, wanted: str) -> CheckpointError:
+    def wrong(self, key: str, expected: str) -> CheckpointError:
         """Return the error for an invalid value."""
         known = key in self.values
-        said = f"{key} = {shown(self.values[key])}" if known else f"{key} is missing; it"
-        return CheckpointError(f"{self.where}: {said} must be {wanted}. {COPY_AGAIN}")
+        found = f"{key} = {shown(self.values[key])}" if known else f"{key} is missing; it"
+        return CheckpointError(f"{self.where}: {found} must be {expected}. {COPY_AGAIN}")
 
     def refuse(self, what: str) -> None:
         """Raise CheckpointError for an unsupported feature."""

@@ -10,7 +10,7 @@ from jaxrl_async.model.families.parts import ExpertRouter, Mixture
 def groups_of(fields: ConfigFields, groups: int, chosen: int) -> tuple[int, int]:
     """Return n_group and topk_group, with these defaults."""
     groups, chosen = fields.whole("n_group", groups), fields.whole("topk_group", chosen)
-    experts = fields.said("n_routed_experts", groups)
+    experts = fields.get("n_routed_experts", groups)
     if chosen > groups or experts % groups:
         fields.refuse(
             f"n_group ({groups}) must divide n_routed_experts ({experts}), and topk_group "
@@ -34,7 +34,7 @@ def sigmoid_router(fields: ConfigFields, scale: float, groups: int, chosen: int)
 
 def first_dense(fields: ConfigFields, default: int) -> int:
     """Return the number of dense layers before the layers with experts."""
-    first = fields.said("first_k_dense_replace", default)
+    first = fields.get("first_k_dense_replace", default)
     if type(first) is not int or first < 0:
         raise fields.wrong("first_k_dense_replace", "a whole number of at least 0")
     return first
@@ -67,7 +67,7 @@ GLM4_MOE = Family(
     rotary_share=0.5,
     qk_norm="head",
     qk_norm_key="use_qk_norm",
-    biases="qkv as said",
+    biases="qkv configured",
     routed=True,
     experts_key="n_routed_experts",
     router=lambda fields: sigmoid_router(fields, 1.0, 1, 1),

@@ -45,7 +45,7 @@ def _rope(
     else:
         theta = fields.number("rope_theta", family.theta)
     share = rope if rope.has("partial_rotary_factor") else fields
-    growth = rope.number("llama_4_scaling_beta") if rope.said("llama_4_scaling_beta") else 0.0
+    growth = rope.number("llama_4_scaling_beta") if rope.get("llama_4_scaling_beta") else 0.0
     return Rope(
         theta=theta,
         share=share.number("partial_rotary_factor", family.rotary_share),
@@ -55,7 +55,7 @@ def _rope(
 
 
 def _scaling(family: Family, fields: ConfigFields, rope: ConfigFields) -> RopeScaling | None:
-    kind = rope.said("rope_type", rope.said("type", "default"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind in LONGROPE or (kind == "yarn" and family.joins):
@@ -83,7 +83,7 @@ def _yarn(fields: ConfigFields, rope: ConfigFields) -> RopeScaling:
     original = _original(fields, rope)
     longest = fields.whole("max_position_embeddings", original)
     factor = rope.number("factor", longest / original)
-    scale, of_all = rope.said("mscale"), rope.said("mscale_all_dim")
+    scale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
     magnitude = yarn_magnitude(factor)
     if scale and of_all:
         magnitude = yarn_magnitude(factor, rope.number("mscale"))
@@ -121,8 +121,8 @@ def _longrope(fields: ConfigFields, rope: ConfigFields) -> RopeScaling:
 
 def _original(fields: ConfigFields, rope: ConfigFields) -> int:
     key = "original_max_position_embeddings"
-    said = rope if rope.has(key) else fields
-    return said.whole(key, fields.said("max_position_embeddings"))
+    source = rope if rope.has(key) else fields
+    return source.whole(key, fields.get("max_position_embeddings"))
 
 
 def written_ropes(family: Family, whole: Rope | None, windowed: Rope | None) -> dict[str, Any]:
@@ -152,29 +152,29 @@ def _says_share(family: Family, rope: Rope) -> bool:
 
 def _written(family: Family, rope: Rope) -> dict[str, Any]:
     """Return one entry of rope_parameters."""
-    said: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
+    entries: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
     if _says_share(family, rope):
-        said["partial_rotary_factor"] = rope.share
+        entries["partial_rotary_factor"] = rope.share
     if rope.query_growth:
-        said["llama_4_scaling_beta"] = rope.query_growth
+        entries["llama_4_scaling_beta"] = rope.query_growth
     s = rope.scaling
     if s is None:
-        return said
-    said |= {"rope_type": s.kind, "factor": s.factor}
+        return entries
+    entries |= {"rope_type": s.kind, "factor": s.factor}
     if s.kind == "linear":
-        return said
-    said["original_max_position_embeddings"] = s.original_max_positions
+        return entries
+    entries["original_max_position_embeddings"] = s.original_max_positions
     if s.kind == "llama3":
         low, high = s.low_freq_factor, s.high_freq_factor
-        return said | {"low_freq_factor": low, "high_freq_factor": high}
-    said["attention_factor"] = s.magnitude
+        return entries | {"low_freq_factor": low, "high_freq_factor": high}
+    entries["attention_factor"] = s.magnitude
     if s.kind == "longrope":
         factors = {"short_factor": list(s.short_factors), "long_factor": list(s.long_factors)}
-        return said | factors
-    said |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow}
+        return entries | factors
+    entries |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow}
     if s.of_scores:
-        said["mscale_all_dim"] = s.of_scores
-    return said if s.truncate else said | {"truncate": False}
+        entries["mscale_all_dim"] = s.of_scores
+    return entries if s.truncate else entries | {"truncate": False}
 
 
 LINEAR = "linear_attention"
@@ -185,13 +185,13 @@ def read_pattern(family: Family, fields: ConfigFields, layers: int) -> tuple[Lay
     """Return the pattern of layers. Raises CheckpointError."""
     if family.linear is not never:
         return _pattern_with_linear(family, fields, layers)
-    said = family.lists_layers and fields.has("layer_types")
+    is_listed = family.lists_layers and fields.has("layer_types")
     window = 0
-    if fields.has("sliding_window") and fields.said("sliding_window") != 0:
+    if fields.has("sliding_window") and fields.get("sliding_window") != 0:
         window = fields.whole("sliding_window")
     elif "sliding_window" not in fields.values:
         window = family.window
-    if said:
+    if is_listed:
         types = fields.names("layer_types", (FULL, WINDOWED), layers)
         windowed = [name == WINDOWED for name in types]
     else:

@@ -10,7 +10,7 @@ MLP_BIAS = {"mlp_bias": "biases of the MLP"}
 
 
 def _rotates_three_of_four(fields: ConfigFields, layer: int) -> bool:
-    listed = fields.said("no_rope_layers")
+    listed = fields.get("no_rope_layers")
     if isinstance(listed, list) and layer < len(listed):
         return bool(listed[layer])
     return (layer + 1) % fields.whole("no_rope_layer_interval", 4) != 0
@@ -38,7 +38,7 @@ def _granite_written(scales: Scales) -> dict[str, Any]:
     }
 
 
-LLAMA = Family(model_type="llama", classes="Llama", biases="as said", refused=MLP_BIAS)
+LLAMA = Family(model_type="llama", classes="Llama", biases="configured", refused=MLP_BIAS)
 MISTRAL = Family(
     model_type="mistral",
     classes="Mistral",
@@ -85,7 +85,7 @@ PHI3 = Family(
 SMOLLM3 = Family(
     model_type="smollm3",
     classes="SmolLM3",
-    biases="as said",
+    biases="configured",
     tied=True,
     theta=2e6,
     lists_layers=True,
@@ -97,7 +97,7 @@ GRANITE = Family(
     model_type="granite",
     classes="Granite",
     heads=(),
-    biases="as said",
+    biases="configured",
     scales=_granite_scales,
     written_scales=_granite_written,
     refused=MLP_BIAS,

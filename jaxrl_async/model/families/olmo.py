@@ -10,7 +10,7 @@ OLMO2 = Family(
     norms="after",
     norm_eps=1e-5,
     qk_norm="whole",
-    biases="as said",
+    biases="configured",
 )
 OLMO3 = Family(
     model_type="olmo3",
@@ -20,7 +20,7 @@ OLMO3 = Family(
     norms="after",
     norm_eps=1e-5,
     qk_norm="whole",
-    biases="as said",
+    biases="configured",
     theta=5e5,
     window_rope="unscaled",
     window=4096,

@@ -8,11 +8,11 @@ from jaxrl_async.model.families.parts import ExpertRouter, Mixture
 
 
 def _window_behind(fields: ConfigFields, layer: int) -> bool:
-    return fields.flag("use_sliding_window") and layer >= fields.said("max_window_layers", 28)
+    return fields.flag("use_sliding_window") and layer >= fields.get("max_window_layers", 28)
 
 
-def _window_in_turns(fields: ConfigFields, layer: int) -> bool:
-    before = layer < fields.said("max_window_layers", 28)
+def _window_alternates(fields: ConfigFields, layer: int) -> bool:
+    before = layer < fields.get("max_window_layers", 28)
     return fields.flag("use_sliding_window") and layer % 2 == 0 and before
 
 
@@ -27,7 +27,7 @@ def _router(fields: ConfigFields) -> ExpertRouter:
 
 
 def _is_dense(fields: ConfigFields, layer: int) -> bool:
-    listed = fields.said("mlp_only_layers", [])
+    listed = fields.get("mlp_only_layers", [])
     if not isinstance(listed, list):
         raise fields.wrong("mlp_only_layers", "a list of layers")
     return layer in listed or (layer + 1) % fields.whole("decoder_sparse_step", 1) != 0
@@ -57,7 +57,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     model_type="qwen3",
     classes="Qwen3",
-    biases="as said",
+    biases="configured",
     qk_norm="head",
     window=4096,
     lists_layers=True,
@@ -69,7 +69,7 @@ QWEN2_MOE = Family(
     names=SHARED_EXPERT,
     biases="qkv",
     window=4096,
-    windowed=_window_in_turns,
+    windowed=_window_alternates,
     lists_layers=True,
     routed=True,
     router=_router,
@@ -82,7 +82,7 @@ QWEN2_MOE = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     classes="Qwen3Moe",
-    biases="as said",
+    biases="configured",
     qk_norm="head",
     window=4096,
     windowed=lambda fields, layer: fields.flag("use_sliding_window"),

@@ -32,14 +32,14 @@ def vision_spec(folder: Path) -> VisionSpec | None:
     """Return the sizes of a directory's tower. None without a tower, or for models other than
     Gemma 3. Raises CheckpointError."""
     fields = ConfigFields(read_config(folder), str(folder / "config.json"))
-    if fields.said("model_type") != WITH_TOWER or not fields.has("vision_config"):
+    if fields.get("model_type") != WITH_TOWER or not fields.has("vision_config"):
         return None
     vision = fields.part("vision_config")
-    said = vision.said("model_type", "siglip_vision_model")
-    activation = vision.said("hidden_act", "gelu_pytorch_tanh")
-    if said != "siglip_vision_model" or activation != "gelu_pytorch_tanh":
+    kind = vision.get("model_type", "siglip_vision_model")
+    activation = vision.get("hidden_act", "gelu_pytorch_tanh")
+    if kind != "siglip_vision_model" or activation != "gelu_pytorch_tanh":
         vision.refuse(
-            f"vision_config has model_type {shown(said)} and hidden_act {shown(activation)}; only "
+            f"vision_config has model_type {shown(kind)} and hidden_act {shown(activation)}; only "
             "siglip_vision_model with gelu_pytorch_tanh is supported."
         )
     spec = VisionSpec(

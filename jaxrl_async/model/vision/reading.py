@@ -20,14 +20,14 @@ MARKS = {"boi_token_index": 255_999, "image_token_index": 262_144, "eoi_token_in
 
 
 def image_form(
-    said: Mapping[str, Any], sizes: VisionSpec, spec: ModelSpec, tokenizer: Tokenizer
+    config: Mapping[str, Any], sizes: VisionSpec, spec: ModelSpec, tokenizer: Tokenizer
 ) -> ImageForm | None:
     """Return the form of images in a model's prompts. None, with a warning, if its tokenizer has no
     tokens for them.
 
-    said: its config.json, with or without the text part.
+    config: its config.json, with or without the text part.
     """
-    ids = [said.get(key, usual) for key, usual in MARKS.items()]
+    ids = [config.get(key, usual) for key, usual in MARKS.items()]
     if not all(type(i) is int and 0 <= i < min(spec.vocab, tokenizer.vocab_size) for i in ids):
         log.warning(
             "config.json: %s are %s, which are not tokens of the tokenizer: the model reads only "

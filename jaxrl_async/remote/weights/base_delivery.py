@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxrl_async.errors import JaxrlError, WeightsError
-from jaxrl_async.model.lora import beside
+from jaxrl_async.model.lora import combined
 from jaxrl_async.model.spec import Params
 from jaxrl_async.remote.weights.protocols import BASE, Fetching
 from jaxrl_async.remote.weights.verification import compare_with_offer, fetch_verified
@@ -59,7 +59,7 @@ class BaseBringer:
     def whole(self, adapter: Params) -> Params:
         """Return an adapter merged with the base, until `release`; no array is copied."""
         base = self._params
-        return adapter if base is None else beside(base, adapter)
+        return adapter if base is None else combined(base, adapter)
 
     def release(self) -> None:
         """Release the base: the sampler's engine has it. Idempotent."""

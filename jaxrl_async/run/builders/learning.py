@@ -87,7 +87,7 @@ def make_step(
     return policy_update(
         spec,
         learning(config, slices, lora_of(spec, config.model.lora)),
-        pair_credit.as_learnt(config.algorithm) if config.pairs else config.algorithm,
+        pair_credit.pair_algorithm(config.algorithm) if config.pairs else config.algorithm,
         total_steps=total_steps,
         temperature=config.temperature,
         teacher=config.teacher,
@@ -218,7 +218,7 @@ def make_learner(
         ),
         tasks=tuple(config.named_tasks) if trains_differently(config) else (),
         seed=config.run.seed,
-        sights_every=config.metrics.samples_every,
+        views_every=config.metrics.samples_every,
     )
     return Learner(step, state, settings, companions)
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl_async.config.schema import Config, ModelSection, SamplerSection, WeightsSection
 from jaxrl_async.errors import Closed
-from jaxrl_async.model.lora import beside
+from jaxrl_async.model.lora import combined
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.run.builders.inputs import Inputs
@@ -127,7 +127,7 @@ def zero_weights(
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     zero, base = jax.jit(zeros, out_shardings=where)()
-    return zero, zero if once is None else beside(base, zero)
+    return zero, zero if once is None else combined(base, zero)
 
 
 def rehearsal_requests(

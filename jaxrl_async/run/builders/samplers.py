@@ -16,7 +16,7 @@ from jaxrl_async.config.schema import Config, FaultsSection, ModelSection, Weigh
 from jaxrl_async.mesh import SAMPLER_RULES, TRAINER_RULES, Rules, Slices, shapes_on, shardings
 from jaxrl_async.metrics.fault_counts import AwakeClock
 from jaxrl_async.model.frozen_base import base_shapes, base_table, check_groups, form_of, sent_base
-from jaxrl_async.model.lora import Lora, adapter_table, as_sent, beside, lora_of
+from jaxrl_async.model.lora import Lora, adapter_table, as_sent, combined, lora_of
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, Params, Weight, weight_table
 from jaxrl_async.outages import Outages
@@ -325,7 +325,7 @@ def make_sampling(
         if base is None:
             return own
         whole = sent_whole(config.weights, config.model, spec)
-        return beside(whole.push(slices.trainer, mesh)(base), own)
+        return combined(whole.push(slices.trainer, mesh)(base), own)
 
     samplers = [
         Sampler(

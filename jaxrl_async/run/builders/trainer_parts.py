@@ -40,7 +40,7 @@ def make_trainer(
     """Make the trainer: it takes groups from the rollout side and publishes to its samplers.
 
     root: the run's folder.
-    turn: see Trainer.
+    turn: the slice_lock of Trainer.
     """
     source, publisher = side.inputs.opponents.watched(side.joined.source, side.sampling.publisher)
     return Trainer(
@@ -58,7 +58,7 @@ def make_trainer(
             probe=side.sampling.probe,
         ),
         device_lock=side.inputs.locks.trainer,
-        turn=turn,
+        slice_lock=turn,
         traces=step_traces(config.run.profile, root, lockstep, side.sampling.members),
     )
 
@@ -170,7 +170,7 @@ def make_outlets(
         samples_every=config.metrics.samples_every,
         lockstep=lockstep,
         opponents=inputs.opponents,
-        views=lambda: learner.sights,
+        views=lambda: learner.views,
     )
     saver = RunSaver(
         config=config,

@@ -19,7 +19,7 @@ from jaxrl_async.later import Later
 from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.cache import CachedContext, PagedKV, recent_pages
 from jaxrl_async.model.delta import DeltaInputs
-from jaxrl_async.model.delta_layer import DeltaState, go_on
+from jaxrl_async.model.delta_layer import DeltaState, advanced
 from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
@@ -308,7 +308,7 @@ def _forward(
 
     def read(_: int, inputs: DeltaInputs, kernels: Sequence[Array]) -> Array:
         tokens = DeltaInputs(*(x[:, None] for x in inputs))
-        out, after = go_on(loop.states[len(states)], tokens, kernels, jnp.ones_like(positions))
+        out, after = advanced(loop.states[len(states)], tokens, kernels, jnp.ones_like(positions))
         states.append(after)
         return out[:, 0]
 
@@ -396,7 +396,7 @@ def _attend_pages(
     written = jnp.where(running[:, None], written, pages[0].shape[0])
     seen = jnp.where(running, positions, 0)  # any token of an ended row
     kernel = ragged_kernel(spec)
-    kinds, places = spec.model.kinds, spec.kv_layout.places
+    kinds, places = spec.model.kinds, spec.kv_layout.by_layer
     tables = jnp.minimum(loop.tables, spec.pages - 1)
     recent = [recent_pages(tables[:, g], seen, w, G) for g, w in enumerate(spec.windows)]
     last = jnp.max(jnp.where(running, jnp.arange(1, len(positions) + 1), 0))  # no row after it runs
@@ -445,7 +445,7 @@ def _attend_on_gpu(
     written = jnp.take_along_axis(loop.tables, (positions // G)[:, None, None], axis=2)[..., 0]
     written = jnp.where(running[:, None], written, spec.pages)
     tables = jnp.minimum(loop.tables, spec.pages - 1)
-    kernel, places = ragged_kernel(spec), spec.kv_layout.places
+    kernel, places = ragged_kernel(spec), spec.kv_layout.by_layer
     rows = len(positions)
     tokens = jnp.where(running, positions, 0) + 1  # an ended row reads one
     each, count = jnp.arange(rows + 1, dtype=jnp.int32), jnp.full(1, rows, jnp.int32)
@@ -476,7 +476,7 @@ def _attend_on_cpu(
     keys, values = pages
     positions = jnp.where(_running(spec, loop), loop.next_positions, -1)
     tables = [loop.tables[:, g] for g in range(loop.tables.shape[1])]
-    places = spec.kv_layout.places
+    places = spec.kv_layout.by_layer
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         scoring = decoder.scoring_of(spec.model, spec.model.kinds[i])

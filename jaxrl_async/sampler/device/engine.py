@@ -247,7 +247,7 @@ class Engine:
         form = insertion.layer_form(self.spec, params)
         layers = [
             self.programs.prepare_layer(form, params[stack], np.int32(number))
-            for stack, number in self.spec.model.places
+            for stack, number in self.spec.model.in_stacks
         ]
         rest = {name: w for name, w in params.items() if not is_stack(name)}
         return EngineWeights(self.programs.prepare_rest(rest), layers)

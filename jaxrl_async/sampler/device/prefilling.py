@@ -16,7 +16,7 @@ from jaxrl_async.model import cache, decoder
 from jaxrl_async.model.attention import same_image
 from jaxrl_async.model.cache import NewKV, PagedKV
 from jaxrl_async.model.delta import DeltaInputs
-from jaxrl_async.model.delta_layer import DeltaState, go_on
+from jaxrl_async.model.delta_layer import DeltaState, advanced
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
     forward,
@@ -190,7 +190,7 @@ def _read_padded(
 
         state = jax.tree.map(before, states[len(left)])
         tokens = DeltaInputs(*(x[chunk.token_indices] for x in inputs))
-        out, after = go_on(state, tokens, kernels, lengths)
+        out, after = advanced(state, tokens, kernels, lengths)
         left.append(after)
         return out.reshape(B * T, *out.shape[2:])[chunk.cell_indices]
 
@@ -261,7 +261,7 @@ def _attend_by_kernel(
     ends = jnp.cumsum(lengths, dtype=jnp.int32)
     begins_and_end = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     count = jnp.sum(lengths > 0, dtype=jnp.int32)[None]
-    kernel, places = ragged_kernel(spec), spec.kv_layout.places
+    kernel, places = ragged_kernel(spec), spec.kv_layout.by_layer
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         g, a = places[i]
@@ -293,7 +293,7 @@ def _attend_new(
     tokens = [
         NewTokens(begins, chunk.starts, lengths, tables[:, g]) for g in range(tables.shape[1])
     ]
-    places = spec.kv_layout.places
+    places = spec.kv_layout.by_layer
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         g, a = places[i]

@@ -84,7 +84,7 @@ class PolicyForward:
         """
         frozen = self.whole(frozen)
         policy = (self.spec, joined(self.lora, frozen.base, trainable, frozen.noise))
-        tokens = TokenRows.of(micro._asdict(), self._learnt(micro))
+        tokens = TokenRows.of(micro._asdict(), self._loss_mask(micro))
         if micro.teacher_ids is not None and micro.teacher_logprobs is not None:
             spans = None
             if micro.teacher_spans is not None and micro.teacher_span_logprobs is not None:
@@ -120,14 +120,14 @@ class PolicyForward:
         return distill.Unmatched(jnp.asarray(bits, bool), self.unmatched_weight)
 
     @staticmethod
-    def _learnt(micro: DeviceBatch) -> Array:
+    def _loss_mask(micro: DeviceBatch) -> Array:
         """Return the tokens whose log-probs the loss reads, [rows, length] bool."""
-        learnt = micro.mask
+        mask = micro.mask
         if micro.supervised_weights is not None:
-            learnt |= micro.supervised_weights > 0
+            mask |= micro.supervised_weights > 0
         if micro.component_weights is not None:
-            learnt |= jnp.any(micro.component_weights > 0, axis=-1)
-        return learnt
+            mask |= jnp.any(micro.component_weights > 0, axis=-1)
+        return mask
 
     def whole(self, frozen: Frozen) -> Frozen:
         """Return the frozen weights; adapters of reference and teacher are joined to the base."""
@@ -149,7 +149,7 @@ class PolicyForward:
         known = micro.reference_logprobs is not None
         if known or frozen.reference is None or self.whole_kl:
             return x
-        tokens = TokenRows.of(micro._asdict(), self._learnt(micro))
+        tokens = TokenRows.of(micro._asdict(), self._loss_mask(micro))
         tokens = tokens._replace(expert_ids=None)  # it uses its own router
         reference = token_logprobs(self.spec, frozen.reference, tokens, self.decoder)
         return x._replace(reference_logprobs=jax.lax.stop_gradient(reference.logprobs))

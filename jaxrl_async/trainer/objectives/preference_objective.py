@@ -139,16 +139,16 @@ def answer_weight(batch: PreferenceBatch) -> np.float32:
 
 
 def answer_sums(values: Array, micro: dict[str, Array]) -> tuple[Array, Array]:
-    """Sum over the tokens of each chosen and each rejected answer, by the pair's place.
+    """Sum over the tokens of each chosen and each rejected answer, by the pair's slot.
 
     values [rows, length] -> [max_pairs] twice; 0 if an answer is missing. Values outside the mask
     are ignored.
     """
-    num_places = max_pairs(values.shape[1], values.shape[0])
-    slots = jnp.where(micro["mask"], 2 * micro["places"] + ~micro["is_chosen"], 2 * num_places)
-    kept = jnp.where(micro["mask"], values, 0.0)
-    sums = jax.ops.segment_sum(kept.reshape(-1), slots.reshape(-1), 2 * num_places + 1)
-    both = sums[:-1].reshape(num_places, 2)
+    num_slots = max_pairs(values.shape[1], values.shape[0])
+    cells = jnp.where(micro["mask"], 2 * micro["slots"] + ~micro["is_chosen"], 2 * num_slots)
+    masked = jnp.where(micro["mask"], values, 0.0)
+    sums = jax.ops.segment_sum(masked.reshape(-1), cells.reshape(-1), 2 * num_slots + 1)
+    both = sums[:-1].reshape(num_slots, 2)
     return both[:, 0], both[:, 1]
 
 

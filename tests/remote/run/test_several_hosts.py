@@ -65,7 +65,7 @@ def ended_well(processes: "list[tuple[subprocess.Popen[bytes], Path]]") -> None:
             process.kill()
 
 
-def learnt(folder: Path, name: str) -> dict[str, np.ndarray]:
+def trained_weights(folder: Path, name: str) -> dict[str, np.ndarray]:
     return load_file(folder / name / "policy" / "model.safetensors")
 
 
@@ -110,7 +110,7 @@ def test_a_trainer_over_two_processes_with_two_samplers_learns_the_same(alone):
         processes.append((started("jaxrl_async.sample", join, log), log))
     ended_well(processes)
     assert rewards(alone, "hosts") == rewards(alone, "alone")
-    one, two = learnt(alone, "alone"), learnt(alone, "hosts")
+    one, two = trained_weights(alone, "alone"), trained_weights(alone, "hosts")
     off = {name: np.abs(two[name] - weights) for name, weights in one.items()}
     # Sums in another order: Adam's step of a gradient near 0 is that of its rounding
     for name, by in off.items():
@@ -132,7 +132,7 @@ def test_a_sampler_over_two_processes_draws_the_same(alone):
         processes.append((started("jaxrl_async.sample", [*join, *place], log), log))
     ended_well(processes)
     assert rewards(alone, "joined") == rewards(alone, "alone")
-    one, two = learnt(alone, "alone"), learnt(alone, "joined")
+    one, two = trained_weights(alone, "alone"), trained_weights(alone, "joined")
     for name, weights in one.items():
         np.testing.assert_allclose(two[name], weights, atol=1e-5, err_msg=name)
 

@@ -587,7 +587,7 @@ def test_a_killed_run_continues_elsewhere_from_the_bucket_alone(tmp_path):
 @pytest.mark.exhaustive
 def test_a_killed_run_of_hosts_that_share_no_folder_continues_on_others(tmp_path):
     """The first of them has the folder of what was the second before. What is trained is what one
-    process learns."""
+    process trains."""
     words = ("warm_start.steps=0", "run={name: a, steps: 6}", "checkpoint.every=2", "eval.every=0")
     two_processes.alone(tmp_path, *words)
     with object_store() as store:

@@ -80,7 +80,7 @@ def params() -> Any:
 
 
 def sequences(num: int = 14, seed: int = 0, version: int = 3) -> list[TrainSequence]:
-    """Two-turn sequences of several lengths, drawn at two versions."""
+    """Two-turn sequences of several lengths, sampled at two versions."""
     rng = np.random.default_rng(seed)
     made = []
     for index in range(num):
@@ -266,7 +266,7 @@ def test_learning_rate_zero_moves_nothing(params):
     assert stats["train/learning_rate"] == 0 and stats["train/grad_norm"] > 0
 
 
-def test_weights_that_drew_the_tokens_give_ratio_one_at_the_samplers_temperature(params):
+def test_weights_that_sampled_the_tokens_give_ratio_one_at_the_samplers_temperature(params):
     fresh = sequences()
     for s in fresh:
         logits = naive_logits(params, s.token_ids) / 0.7

@@ -215,7 +215,7 @@ def test_sharding_changes_neither_loss_nor_gradient(params, frozen, loss, axes):
     ],
     ids=str,
 )
-def test_a_preference_is_learnt_and_held_out_pairs_show_it(params, loss):
+def test_a_preference_is_learned_and_held_out_pairs_show_it(params, loss):
     step, frozen = step_of(loss), Frozen(params)
     held_out, wrong = pairs_of(seed=5), mismatched(PAIRS)
     state = step.init(params)

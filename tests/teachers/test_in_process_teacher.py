@@ -10,7 +10,7 @@ import pytest
 from builders import episode_of
 
 from jaxrl_async.errors import CheckpointError
-from jaxrl_async.teachers.teacher_here import TeacherHere
+from jaxrl_async.teachers.in_process_teacher import InProcessTeacher
 from jaxrl_async.testing.fakes import make_prompt
 
 
@@ -39,8 +39,8 @@ class Model:
         ]
 
 
-def teacher(model: Model, max_tokens: int = 64) -> TeacherHere:
-    return TeacherHere("t", model.load, max_tokens=max_tokens, top_k=0, named_tokens=100)
+def teacher(model: Model, max_tokens: int = 64) -> InProcessTeacher:
+    return InProcessTeacher("t", model.load, max_tokens=max_tokens, top_k=0, named_tokens=100)
 
 
 def ids(length: int, first: int = 1) -> np.ndarray:
@@ -79,7 +79,7 @@ def test_questions_that_wait_are_computed_together_up_to_so_many_tokens() -> Non
     assert one.counts()["calls"] == 5 and model.loads == 1
 
 
-def test_a_question_that_nobody_waits_for_is_left_out() -> None:
+def test_a_request_that_no_one_waits_for_is_left_out() -> None:
     model = Model()
     one = teacher(model)
 
@@ -101,7 +101,7 @@ def test_a_question_that_nobody_waits_for_is_left_out() -> None:
     assert model.calls == [[2], [6]]
 
 
-def test_a_failure_reaches_whoever_asked_and_is_counted() -> None:
+def test_a_failure_reaches_every_caller_and_is_counted() -> None:
     model = Model()
     model.failure = CheckpointError("no such folder")
     one = teacher(model)

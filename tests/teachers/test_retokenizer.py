@@ -28,7 +28,7 @@ from jaxrl_async.outages import Outages
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.tasks.task import NO_TASK
 from jaxrl_async.teachers.episode_teacher import NO_LOGPROB
-from jaxrl_async.teachers.other_tokens import OtherTokens
+from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.teachers.run_teachers import RunTeachers, TaskTeachers
 from jaxrl_async.teachers.teacher_contexts import TeacherContexts
 from jaxrl_async.teachers.teacher_service import TeacherService
@@ -42,25 +42,25 @@ def chatml() -> Tokenizer:
     return byte_tokenizer(CHATML)
 
 
-def pair(own: Tokenizer, other: Tokenizer) -> OtherTokens:
+def pair(own: Tokenizer, other: Tokenizer) -> Retokenizer:
     ends = chat_format(other, None).stop_token_ids if other.has_chat_template else other.eos_ids
-    return OtherTokens(own, other, own_ends=own.eos_ids, other_end=ends[0])
+    return Retokenizer(own, other, own_ends=own.eos_ids, other_end=ends[0])
 
 
 def episode(tokenizer: Tokenizer, *parts: str | list[int], starts: tuple[int, ...] = (0,)) -> Any:
     """Texts and ids, by turns of others and of the policy: the first was not generated."""
     ids: list[int] = []
-    drawn: list[bool] = []
+    sampled: list[bool] = []
     for number, part in enumerate(parts):
         new = tokenizer.encode(part).tolist() if isinstance(part, str) else part
         ids += new
-        drawn += [number % 2 == 1] * len(new)
+        sampled += [number % 2 == 1] * len(new)
     count = len(ids)
     return Episode(
         token_ids=np.array(ids, np.int32),
-        drawn=np.array(drawn),
-        logprobs=np.where(drawn, -1.0, 0.0).astype(np.float32),
-        versions=np.where(drawn, 0, -1).astype(np.int32),
+        drawn=np.array(sampled),
+        logprobs=np.where(sampled, -1.0, 0.0).astype(np.float32),
+        versions=np.where(sampled, 0, -1).astype(np.int32),
         stop=StopReason.EOS,
         starts=starts,
     ) if count else None  # fmt: skip
@@ -99,17 +99,17 @@ def test_every_span_covers_the_same_bytes_of_both(kind: str, text: str) -> None:
     own, other = byte_level_tokenizer(500), OTHERS[kind]()
     ids = np.append(own.encode(text), own.eos_ids[0]).astype(np.int32)
     tokens = pair(own, other)
-    written = tokens.written(ids, np.ones(len(ids), bool))
+    written = tokens.retokenize(ids, np.ones(len(ids), bool))
     assert written.is_whole and written.token_ids[-1] == tokens._other_end
     assert other.decode(written.token_ids[:-1]).strip() == text.strip()
-    (*texts, end) = zip(written.spans.ours, written.spans.theirs, strict=True)
+    (*texts, end) = zip(written.spans.policy, written.spans.teacher, strict=True)
     before = " " if kind == "llama 2" else ""
     for (a, i), (b, j) in texts:
-        ours = b"".join(own.token_bytes(t) for t in ids[a:i])
-        theirs = b"".join(other.token_bytes(t) for t in written.token_ids[b:j])
-        assert theirs == (before.encode() if b == 0 else b"") + ours
-    assert written.spans.ours[0, 0] == 0
-    np.testing.assert_array_equal(written.spans.ours[1:, 0], written.spans.ours[:-1, 1])
+        policy = b"".join(own.token_bytes(t) for t in ids[a:i])
+        teacher = b"".join(other.token_bytes(t) for t in written.token_ids[b:j])
+        assert teacher == (before.encode() if b == 0 else b"") + policy
+    assert written.spans.policy[0, 0] == 0
+    np.testing.assert_array_equal(written.spans.policy[1:, 0], written.spans.policy[:-1, 1])
     assert end[0].tolist() == [len(ids) - 1, len(ids)]
     assert end[1].tolist() == [len(written.token_ids) - 1, len(written.token_ids)]
 
@@ -122,52 +122,52 @@ def test_any_text_is_aligned_up_to_its_end_however_it_was_split(text: str, data:
     text = text.encode(errors="ignore").decode()
     ids = own.encode(text)
     tokens = pair(own, other)
-    whole = tokens.written(ids, np.ones(len(ids), bool))
+    whole = tokens.retokenize(ids, np.ones(len(ids), bool))
     assert whole.is_whole
-    covered = int((whole.spans.ours[:, 1] - whole.spans.ours[:, 0]).sum())
+    covered = int((whole.spans.policy[:, 1] - whole.spans.policy[:, 0]).sum())
     assert covered == len(ids)
     at = data.draw(st.integers(0, len(ids)))
-    drawn = np.arange(len(ids)) >= at
-    part = tokens.written(ids, drawn)
-    for (a, i), (b, j) in zip(part.spans.ours, part.spans.theirs, strict=True):
+    sampled = np.arange(len(ids)) >= at
+    part = tokens.retokenize(ids, sampled)
+    for (a, i), (b, j) in zip(part.spans.policy, part.spans.teacher, strict=True):
         assert a >= at
-        ours = b"".join(own.token_bytes(t) for t in ids[a:i])
-        assert ours == b"".join(other.token_bytes(t) for t in part.token_ids[b:j])
+        policy = b"".join(own.token_bytes(t) for t in ids[a:i])
+        assert policy == b"".join(other.token_bytes(t) for t in part.token_ids[b:j])
 
 
 def test_marks_of_turns_are_those_of_the_teacher_if_it_has_them() -> None:
     own = chatml()
     start, end = own.token_id("<|im_start|>"), own.token_id("<|im_end|>")
     ids = np.array([*own.encode("yes"), end, *own.encode("\n"), start, *own.encode("no")], np.int32)
-    drawn = np.ones(len(ids), bool)
+    sampled = np.ones(len(ids), bool)
     others = byte_tokenizer(CHATML, tokens=("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
-    same = pair(own, others).written(ids, drawn)
+    same = pair(own, others).retokenize(ids, sampled)
     assert same.is_whole and others.decode_all(same.token_ids) == own.decode_all(ids)
     llama = llama3_tokenizer()
-    cut = pair(own, llama).written(ids, drawn)
+    cut = pair(own, llama).retokenize(ids, sampled)
     assert not cut.is_whole, "a Llama has no <|im_start|>"
     assert llama.decode_all(cut.token_ids) == "yes<|eot_id|>\n"
-    assert cut.spans.ours[-1, 1] == np.flatnonzero(ids == start)[0]
+    assert cut.spans.policy[-1, 1] == np.flatnonzero(ids == start)[0]
 
 
 def test_half_a_character_ends_what_the_teacher_reads() -> None:
     own, other = byte_level_tokenizer(300), llama3_tokenizer()
     whole = own.encode("a 🙂")
     ids = np.concatenate([whole[:-1], own.encode("b")]).astype(np.int32)
-    found = pair(own, other).written(ids, np.ones(len(ids), bool))
+    found = pair(own, other).retokenize(ids, np.ones(len(ids), bool))
     assert not found.is_whole and other.decode(found.token_ids) == "a "
-    assert found.spans.ours[-1, 1] == 2
+    assert found.spans.policy[-1, 1] == 2
 
 
 def test_each_of_the_teachers_tokens_is_the_policys_with_the_same_text() -> None:
     own, other = byte_level_tokenizer(400), llama3_tokenizer()
     tokens = pair(own, other)
-    for theirs, ours in enumerate(tokens.own_ids):
-        text = other.token_bytes(theirs)
-        if theirs == tokens._other_end:
-            assert ours == own.eos_ids[0]
-        elif ours >= 0:
-            assert own.token_bytes(int(ours)) == text
+    for teacher, policy in enumerate(tokens.own_ids):
+        text = other.token_bytes(teacher)
+        if teacher == tokens._other_end:
+            assert policy == own.eos_ids[0]
+        elif policy >= 0:
+            assert own.token_bytes(int(policy)) == text
         else:
             assert all(own.token_bytes(i) != text for i in range(1, own.vocab_size))
     known = tokens.own_ids[tokens.own_ids >= 0]
@@ -193,7 +193,7 @@ def asked(
             vocab=own.vocab_size,
             named_tokens=own.vocab_size,
             outages=Outages(backoff_first_s=0.1, longest_s=20.0),
-            others=pair(own, other),
+            retokenizer=pair(own, other),
         )
         try:
             found = asyncio.run(
@@ -219,18 +219,18 @@ def test_a_span_has_the_log_prob_of_the_teachers_tokens_that_cover_it(
     answer = body["prompt"][len(opening) :]
     assert body["prompt"][: len(opening)] == opening.tolist()
     assert other.decode_all(answer) == "The quick brown fox, été 😀<|eot_id|>"
-    told = server.table[body["prompt"][:-1], body["prompt"][1:]]  # of all tokens but the first
+    expected = server.table[body["prompt"][:-1], body["prompt"][1:]]  # of all tokens but the first
     np.testing.assert_array_equal(found.places, np.flatnonzero(one.drawn))
     assert found.spans is not None and found.weight == 0.5
-    ours = [own.token_bytes(int(t)) for t in one.token_ids[found.places]][:-1]
-    theirs = [other.token_bytes(t) for t in answer][:-1]
+    texts_of = [own.token_bytes(int(t)) for t in one.token_ids[found.places]][:-1]
+    pieces = [other.token_bytes(t) for t in answer][:-1]
     position, total = 0, 0.0
     for span in range(int(found.spans[-1])):  # but for the last, the end of the turn
         inside = np.flatnonzero(found.spans == span)
-        text, begin = b"".join(ours[i] for i in inside), position
-        while b"".join(theirs[begin:position]) != text:
+        text, begin = b"".join(texts_of[i] for i in inside), position
+        while b"".join(pieces[begin:position]) != text:
             position += 1
-        wanted = told[len(opening) - 1 :][begin:position].sum()
+        wanted = expected[len(opening) - 1 :][begin:position].sum()
         assert found.logprobs[inside[-1]] == pytest.approx(wanted, rel=1e-5)
         assert not found.logprobs[inside[:-1]].any()
         total += wanted
@@ -240,18 +240,18 @@ def test_a_span_has_the_log_prob_of_the_teachers_tokens_that_cover_it(
             by_text = {own.token_bytes(i): i for i in range(own.vocab_size)}
             by_text[b"<|eot_id|>"] = own.eos_ids[0]
             texts = {int(i): other.token_bytes(int(i)) for i in likely}
-            alike = {by_text[t]: row[i] for i, t in texts.items() if t in by_text}
+            same = {by_text[t]: row[i] for i, t in texts.items() if t in by_text}
             single = len(inside) == 1 and position == begin + 1
             named = found.top_ids[inside[-1]]
             got = dict(zip(named.tolist(), found.top_logprobs[inside[-1]], strict=True))
             got.pop(-1, None)
-            assert got == pytest.approx(alike if single else {}, rel=1e-5)
+            assert got == pytest.approx(same if single else {}, rel=1e-5)
             lost = [row[i] for i, text in texts.items() if text not in by_text]
             lost = sorted(lost) if single else [NO_LOGPROB] * top_k
-            said = np.sort(found.top_logprobs[inside[-1]][named < 0])
-            np.testing.assert_allclose(said, lost, rtol=1e-5)
-    assert found.logprobs[-1] == pytest.approx(told[-1], rel=1e-5)
-    assert float(found.logprobs.sum()) == pytest.approx(total + told[-1], rel=1e-5)
+            rest = np.sort(found.top_logprobs[inside[-1]][named < 0])
+            np.testing.assert_allclose(rest, lost, rtol=1e-5)
+    assert found.logprobs[-1] == pytest.approx(expected[-1], rel=1e-5)
+    assert float(found.logprobs.sum()) == pytest.approx(total + expected[-1], rel=1e-5)
     assert service.counts()["unaligned_tokens"] == 0
 
 
@@ -350,8 +350,8 @@ def test_a_server_must_have_the_tokens_of_the_named_tokenizer(tmp_path: Any) -> 
         server.tokenize = lambda text: other.encode(text).tolist()
         asyncio.run(trial((one,), prompt))
         server.tokenize = lambda text: byte_level_tokenizer(500).encode(text).tolist()
-        said = r"teachers\.t has other tokens than teachers\.t\.tokenizer"
-        with pytest.raises(EndpointMisset, match=said):
+        message = r"teachers\.t has other tokens than teachers\.t\.tokenizer"
+        with pytest.raises(EndpointMisset, match=message):
             asyncio.run(trial((one,), prompt))
         teachers.close()
     assert setting == "teachers.t"
@@ -382,11 +382,11 @@ def test_the_tokens_that_only_the_policy_has_are_named(tmp_path: Any) -> None:
     chat = chat_format(own, None)
     outages, size = Outages(longest_s=20.0), own.vocab_size
     run = RunTeachers(config, own, size, FaultCounts(), outages, lambda: chat)
-    theirs = {other.token_bytes(i) for i in range(other.vocab_size)} - {b""}
+    texts = {other.token_bytes(i) for i in range(other.vocab_size)} - {b""}
     mine = [own.token_bytes(i) for i in range(size)]
     ends = {*chat.stop_token_ids, *own.eos_ids}
     last = {text: i for i, text in enumerate(mine)}
-    wanted = [text not in theirs or last[text] != i for i, text in enumerate(mine)]
+    wanted = [text not in texts or last[text] != i for i, text in enumerate(mine)]
     found = run.unmatched(size + 3)
     assert found.dtype == np.bool_ and found[size:].all(), "tokens that only pad the vocabulary"
     assert 0 < sum(wanted) < size
@@ -412,9 +412,9 @@ def test_messages_need_a_teacher_with_a_chat_template() -> None:
 def test_a_policy_of_characters_is_aligned_with_words() -> None:
     own, other = character_tokenizer("0123456789+= "), byte_level_tokenizer(500)
     ids = np.append(own.encode("12345 + 12345"), own.eos_ids[0]).astype(np.int32)
-    found = pair(own, other).written(ids, np.ones(len(ids), bool))
+    found = pair(own, other).retokenize(ids, np.ones(len(ids), bool))
     assert found.is_whole and len(found.token_ids) < len(ids)
-    assert int((found.spans.ours[:, 1] - found.spans.ours[:, 0]).sum()) == len(ids)
+    assert int((found.spans.policy[:, 1] - found.spans.policy[:, 0]).sum()) == len(ids)
 
 
 # ---- real servers and tokenizers
@@ -442,20 +442,20 @@ def test_our_endpoint_is_a_teacher_with_another_tokenizer(
                 vocab=own.vocab_size,
                 named_tokens=own.vocab_size,
                 outages=Outages(longest_s=20.0),
-                others=pair(own, other),
+                retokenizer=pair(own, other),
             )
             assert asyncio.run(service.check_tokens(own, "What?")) is None
             found = asyncio.run(service.of_episode(one, 1.0, make_prompt(3), opening))
             service.close()
         finally:
             closed(rig)
-    written = pair(own, other).written(one.token_ids[one.drawn], np.ones(len(answer) + 1, bool))
+    written = pair(own, other).retokenize(one.token_ids[one.drawn], np.ones(len(answer) + 1, bool))
     read = np.concatenate([opening, written.token_ids])
-    told = logprobs_of(spec, params, read)[len(opening) :].astype(np.float64)
+    expected = logprobs_of(spec, params, read)[len(opening) :].astype(np.float64)
     assert found.spans is not None
-    for span, (begin, end) in enumerate(written.spans.theirs):
+    for span, (begin, end) in enumerate(written.spans.teacher):
         total = found.logprobs[found.spans == span].sum(dtype=np.float64)
-        assert total == pytest.approx(told[begin:end].sum(), abs=1e-4)
+        assert total == pytest.approx(expected[begin:end].sum(), abs=1e-4)
     assert len(found.places) == len(answer) + 1 and (found.top_ids >= 0).any()
 
 
@@ -477,9 +477,9 @@ def test_a_real_tokenizer_is_aligned_with_a_small_one(
     ):
         text = talk if own.vocab_size > 100 else talk[:24]
         ids = np.append(own.encode(text), own.eos_ids[0]).astype(np.int32)
-        found = pair(own, other).written(ids, np.ones(len(ids), bool))
+        found = pair(own, other).retokenize(ids, np.ones(len(ids), bool))
         assert found.is_whole and other.decode(found.token_ids) == text
-        widths = found.spans.ours[:, 1] - found.spans.ours[:, 0]
+        widths = found.spans.policy[:, 1] - found.spans.policy[:, 0]
         assert int(widths.sum()) == len(ids)
     both = pair(smollm2, llama3_tokenizer())
     known = both.own_ids[both.own_ids >= 0]

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from jaxrl_async.teachers.episode_teacher import EpisodeTeacher
-from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.prompt_logprobs import ContextLogprobs
+from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.types import FloatArray, IntArray
 
 Compute = Callable[[Sequence[IntArray]], Sequence[tuple[FloatArray, IntArray, FloatArray]]]
 """Returns the log-probs of each sequence, as a ContextLogprobs."""
 
 
-class TeacherHere(EpisodeTeacher):
+class InProcessTeacher(EpisodeTeacher):
     """One teacher whose model computes in this process."""
 
     def __init__(
@@ -30,7 +30,7 @@ class TeacherHere(EpisodeTeacher):
         max_tokens: int,
         top_k: int,
         named_tokens: int,
-        others: OtherTokens | None = None,
+        retokenizer: Retokenizer | None = None,
     ) -> None:
         """Load nothing yet.
 
@@ -41,14 +41,14 @@ class TeacherHere(EpisodeTeacher):
                 sequence may have more.
             top_k: likeliest tokens of each position; 0: none.
             named_tokens: number of the policy's tokens that the teacher can be asked about.
-            others: the policy's tokenizer and the teacher's; None: they are the same.
+            retokenizer: the policy's tokenizer and the teacher's; None: they are the same.
         """
         super().__init__(
             name,
             f"the teacher {name} on the sampler's chips",
             top_k=top_k,
             named_tokens=named_tokens,
-            others=others,
+            retokenizer=retokenizer,
         )
         self._load, self._max_tokens = load, max_tokens
         self._compute: Compute | None = None
@@ -77,27 +77,29 @@ class TeacherHere(EpisodeTeacher):
 
     def _answer_some(self) -> None:
         """Answer what waits; every question calls this once, and most of them find nothing."""
-        taken = self._taken()
-        asked = [(ids, future) for ids, future in taken if future.set_running_or_notify_cancel()]
-        if not asked:
+        waiting = self._next_requests()
+        requests = [
+            (ids, future) for ids, future in waiting if future.set_running_or_notify_cancel()
+        ]
+        if not requests:
             return
         began_s = time.monotonic()
         try:
             if self._compute is None:
                 self._compute = self._load()
-            found = self._compute([ids for ids, _ in asked])
+            results = self._compute([ids for ids, _ in requests])
         except BaseException as error:
-            self._counts["failures"] += len(asked)
-            for _, future in asked:
+            self._counts["failures"] += len(requests)
+            for _, future in requests:
                 future.set_exception(error)
             return
         finally:
             self._counts["calls"] += 1
             self._counts["call_s"] += time.monotonic() - began_s
-        for (_, future), one in zip(asked, found, strict=True):
-            future.set_result(ContextLogprobs(*one))
+        for (_, future), result in zip(requests, results, strict=True):
+            future.set_result(ContextLogprobs(*result))
 
-    def _taken(self) -> list[tuple[IntArray, Future[ContextLogprobs]]]:
+    def _next_requests(self) -> list[tuple[IntArray, Future[ContextLogprobs]]]:
         """Take the first questions that wait, up to the maximum of tokens."""
         taken: list[tuple[IntArray, Future[ContextLogprobs]]] = []
         longest = 0
