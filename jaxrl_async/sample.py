@@ -24,7 +24,6 @@ from jaxrl_async.errors import ConfigError, Disconnected, JaxrlError, is_out_of_
 from jaxrl_async.help_format import command_parser, whole_number
 from jaxrl_async.host import has_nvidia, limit_arenas, more_of_a_gpu
 from jaxrl_async.huge_pages import start_with_huge_pages
-from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.health import health_endpoint
 from jaxrl_async.metrics.json_logs import (
@@ -39,6 +38,7 @@ from jaxrl_async.metrics.spans import TRACE_VARIABLE, recorded_spans
 from jaxrl_async.run import distributed
 from jaxrl_async.run.signals import NO_TRAINER_CODE, end_on_ctrl_c
 from jaxrl_async.shown_environment import hide_secrets
+from jaxrl_async.stuck_threads import at_exit_end_with
 
 AXES = tuple(AxesSection.model_fields)
 """Axes of a slice, as the settings of mesh.sampler name them."""

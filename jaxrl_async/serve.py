@@ -31,7 +31,6 @@ from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
 from jaxrl_async.help_format import command_parser, whole_number
 from jaxrl_async.host import limit_arenas, only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
-from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.json_logs import OWN, lines_for_people, logs_as
 from jaxrl_async.model.adapter_stack import AdapterRoom
@@ -47,6 +46,7 @@ from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, roomy_section
 from jaxrl_async.shown_environment import hide_secrets
+from jaxrl_async.stuck_threads import at_exit_end_with
 from jaxrl_async.types import SamplingParams
 
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"

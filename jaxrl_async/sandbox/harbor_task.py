@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_async.errors import Away, ConfigError, RolloutError, in_a_line
-from jaxrl_async.keeper import kept
 from jaxrl_async.metrics.metric import part_name
+from jaxrl_async.reaper import under_reaper
 from jaxrl_async.sandbox.harbor_files import HarborTask, copies_of, read_tasks
 from jaxrl_async.sandbox.sandbox import Sandbox, limits_of
 from jaxrl_async.shown_environment import without_secrets
@@ -104,7 +104,7 @@ class HarborProcess:
     def _start(self) -> "subprocess.Popen[bytes]":
         script = str(Path(__file__).with_name("harbor_trials.py"))
         self._process = process = subprocess.Popen(
-            kept([self._python, "-P", script]),
+            under_reaper([self._python, "-P", script]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self._environ,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxrl_async.errors import Away, ConfigError
-from jaxrl_async.keeper import kept
+from jaxrl_async.reaper import under_reaper
 from jaxrl_async.sandbox import sandbox_layout as layouts
 from jaxrl_async.sandbox.system_calls import seccomp_filter
 
@@ -112,7 +112,7 @@ class Sandbox:
         )
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            kept(layouts.starting_words(layout, json.dumps(told))),
+            under_reaper(layouts.starting_words(layout, json.dumps(told))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
