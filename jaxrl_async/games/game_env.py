@@ -26,7 +26,6 @@ from jaxrl_async.errors import (
     TextTooLong,
     is_the_runs_own_end,
 )
-from jaxrl_async.lent import as_json
 from jaxrl_async.outages import ENVIRONMENT, time_limit
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Player, Reply
@@ -59,6 +58,7 @@ from jaxrl_async.types import (
     Score,
     StopReason,
 )
+from jaxrl_async.user_arguments import as_json
 
 log = logging.getLogger(__name__)
 

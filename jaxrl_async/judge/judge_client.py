@@ -19,12 +19,12 @@ from typing import Any
 
 import httpx2
 
-from jaxrl_async.away import retry_after_s
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.config.seats_section import FillingSection
 from jaxrl_async.errors import Away, ConfigError, EndpointMisset, RolloutError
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.tasks.usercode import start_async
+from jaxrl_async.unavailable import retry_after_s
 
 log = logging.getLogger(__name__)
 

@@ -31,12 +31,12 @@ from jaxrl_async.errors import (
 )
 from jaxrl_async.judge.judge import JudgeService, Transcripts, Unjudged
 from jaxrl_async.judge.judge_prompt import about_steps
-from jaxrl_async.lent import copied_columns, read_only
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import cited, finite
 from jaxrl_async.scorers.rewards import is_async
 from jaxrl_async.tasks.usercode import Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, FloatArray, Prompt, Score
+from jaxrl_async.user_arguments import copied_columns, read_only
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl_async.away import away_in
 from jaxrl_async.data.chat_formats.chat_messages import record_tools, with_system_prompt
 from jaxrl_async.errors import (
     Away,
@@ -31,7 +30,6 @@ from jaxrl_async.errors import (
     StartOver,
     TextTooLong,
 )
-from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.outages import ENVIRONMENT, Outages
@@ -49,6 +47,8 @@ from jaxrl_async.tasks.usercode import (
     told,
 )
 from jaxrl_async.types import Completion, IntArray, Message, Prompt, Score
+from jaxrl_async.unavailable import unavailable_cause
+from jaxrl_async.user_arguments import as_json
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class ChatEnvs:
             nonlocal outcome
             for failures in range(self.limits.retries + 1):
                 outcome = await once()
-                if outcome.error is not None and away_in(outcome.error) is not None:
+                if outcome.error is not None and unavailable_cause(outcome.error) is not None:
                     raise outcome.error
                 if outcome.error is None or failures == self.limits.retries:
                     break

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.away import away_in
 from jaxrl_async.errors import (
     Closed,
     ConfigError,
@@ -36,6 +35,7 @@ from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.scorers.results import cited, finite
 from jaxrl_async.types import CORRECT, LARGEST_REWARD, Episode, IntArray, Prompt, Score, StopReason
+from jaxrl_async.unavailable import unavailable_cause
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class GuardedScorer:
             except (RefusedScore, EndpointMisset, GivenUp):
                 raise
             except RolloutError as error:
-                if not tries_left or away_in(error) is not None:
+                if not tries_left or unavailable_cause(error) is not None:
                     raise
                 self._count("scorer_retries")
                 wait_s = backoff_s(self._backoff_s, self._retries - tries_left)

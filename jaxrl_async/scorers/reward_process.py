@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_async import codec
-from jaxrl_async.away import asked_wait_s, away_in
 from jaxrl_async.config.userfile import end_loading
 from jaxrl_async.errors import Away, RefusedScore, RolloutError
 from jaxrl_async.scorers.process_pool import ProcessPool, close_all
@@ -26,6 +25,7 @@ from jaxrl_async.tasks.function_source import FunctionSource, loaded
 from jaxrl_async.tasks.user_process import UserProcess, serve_requests
 from jaxrl_async.tasks.usercode import TooLate, told
 from jaxrl_async.types import Score
+from jaxrl_async.unavailable import retry_wait_s, unavailable_cause
 
 LOAD_S = 300.0
 """Timeout for starting a process and loading a function's file, seconds."""
@@ -145,8 +145,8 @@ def _replied(message: Mapping[str, Any]) -> dict[str, Any]:
     except RolloutError as error:
         return {"raised": str(error)}
     except BaseException as error:  # every exception belongs to the call
-        if (away := away_in(error)) is not None:
-            return {"away": told(error), "wait_s": asked_wait_s(away)}
+        if (away := unavailable_cause(error)) is not None:
+            return {"away": told(error), "wait_s": retry_wait_s(away)}
         return {"raised": told(error)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

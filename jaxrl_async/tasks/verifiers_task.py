@@ -28,7 +28,6 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from jaxrl_async.away import says_away
 from jaxrl_async.data.tokenizer import PRINTABLE
 from jaxrl_async.errors import Away, ConfigError, RolloutError, extra_module
 from jaxrl_async.metrics.metric import part_name
@@ -36,6 +35,7 @@ from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.task import Task, TaskRecord
 from jaxrl_async.tasks.usercode import TooLate, run_async
 from jaxrl_async.types import Score
+from jaxrl_async.unavailable import names_unavailable
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
         errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
         words = [f"{error.type}: {error.message}" for error in errors]
         said = words[-1] if words else "the environment says that the episode failed"
-        raise (Away if says_away(said) else RolloutError)(said)
+        raise (Away if names_unavailable(said) else RolloutError)(said)
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not trained:
         raise RolloutError("no seat of the environment is trained")
