@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 
-from jaxrl_async.errors import GivenUp, JaxrlError, OutageTooLong, in_a_line
+from jaxrl_async.errors import JaxrlError, OutageTooLong, RetriesExhausted, in_a_line
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.unavailable import retry_wait_s, unavailable_cause
@@ -159,7 +159,7 @@ class Outages:
                 that would end after patience_s.
 
         Raises OutageTooLong if the service was unavailable for longer than the run waits, and
-        GivenUp if this call was retried for long enough.
+        RetriesExhausted if this call was retried for long enough.
         """
         about = object() if about is None else about
         call = _Call(service=service, tries=tries, patience_s=patience_s, optional=optional)
@@ -176,7 +176,7 @@ class Outages:
                     call.note_failure(now_s)
                     wait_s = self._wait_s(call.again, cause)
                     if self._gives_up(call, now_s, wait_s):
-                        raise GivenUp(_message(error)) from error
+                        raise RetriesExhausted(_message(error)) from error
                     self._note_outage(
                         service,
                         cause,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from jaxrl_async.errors import Away, EndpointMisset, GivenUp, JaxrlError
+from jaxrl_async.errors import EndpointMisset, JaxrlError, RetriesExhausted, Unavailable
 
 RETRYABLE_STATUSES = (408, 425, 429, *range(500, 600))
 """HTTP statuses after which the same call may succeed."""
@@ -98,8 +98,8 @@ def not_begun_cause(error: BaseException | None) -> BaseException | None:
     """Return the exception that means that a service is unavailable and did not begin this call.
 
     Retrying is then safe for any call: after a refused connection, 429, 503, or a `ConnectionError`
-    or `Away` that a function raises itself. Returns None otherwise, for example after a timeout or
-    if the host name does not resolve."""
+    or `Unavailable` that a function raises itself. Returns None otherwise, for example after a
+    timeout or if the host name does not resolve."""
     cause = unavailable_cause(error)
     chain = list(_error_chain(error))
     names = {kind.__name__ for link in chain for kind in type(link).__mro__}
@@ -108,7 +108,7 @@ def not_begun_cause(error: BaseException | None) -> BaseException | None:
     statuses = [status for link in chain if (status := _status_of(link)) is not None]
     if statuses:
         return cause if statuses[0] in (429, 503) else None
-    explicit = type(cause) in (ConnectionError, Away)
+    explicit = type(cause) in (ConnectionError, Unavailable)
     return cause if explicit or names & NOT_SENT else None
 
 
@@ -164,9 +164,9 @@ def retry_after_s(headers: Mapping[str, Any]) -> float | None:
 
 def _is_unavailable(error: BaseException) -> bool | None:
     """Return whether an exception itself means "unavailable"; None: inspect its cause."""
-    if isinstance(error, Away):
+    if isinstance(error, Unavailable):
         return True
-    if isinstance(error, EndpointMisset | GivenUp):
+    if isinstance(error, EndpointMisset | RetriesExhausted):
         return False
     if isinstance(error, JaxrlError):  # raised by one of our time limits: no cause
         return False if isinstance(error, OSError) else None

@@ -39,7 +39,7 @@ from jaxrl_async.endpoint.sessions import (
     Sessions,
     call_in,
 )
-from jaxrl_async.errors import Away, Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
+from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, Unavailable, is_run_ending
 from jaxrl_async.metrics.fault_counts import UnderWay
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Reply
@@ -247,7 +247,7 @@ class ProgramMember:
                 return await _on_own_loop(lambda: returned, session.label)
             return returned
         except BaseException as error:
-            if is_the_runs_own_end(error) or isinstance(error, Closed):
+            if is_run_ending(error) or isinstance(error, Closed):
                 raise
             programs.count("failed_programs", 1)
             kind = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
@@ -442,7 +442,7 @@ class ProgramCommand:
             await COMMANDS.end(command)
         text = tail.decode(errors="replace").strip()
         if code:
-            raise (Away if code == os.EX_TEMPFAIL else RolloutError)(
+            raise (Unavailable if code == os.EX_TEMPFAIL else RolloutError)(
                 f"{shlex.join(self._words)[:SHOWN]} ended with exit code {code}; the end of its "
                 f"output: {text[-SHOWN:] or 'nothing'}{self._hint()}"
             )

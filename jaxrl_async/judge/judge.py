@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jaxrl_async.config.judge_section import JudgeSection
-from jaxrl_async.errors import Away, GivenUp, RolloutError
+from jaxrl_async.errors import RetriesExhausted, RolloutError, Unavailable
 from jaxrl_async.judge.judge_cache import JudgeCache, Scores, question_key
 from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeMisset, chat_call, key_in
 from jaxrl_async.judge.judge_prompt import (
@@ -121,9 +121,9 @@ class JudgeService:
             raise
         except TimeoutError:
             last = f"; the last attempt: {trouble[-1]}" if trouble else ""
-            away = trouble and isinstance(trouble[-1], Away)
+            away = trouble and isinstance(trouble[-1], Unavailable)
             return Unjudged(
-                (Away if away else RolloutError)(
+                (Unavailable if away else RolloutError)(
                     f"the judge gave no scores within {self._section.patience_s:g} s{last}. Raise "
                     "reward.judge.patience_s or concurrency, or use a faster judge."
                 )
@@ -238,11 +238,11 @@ class JudgeScorer:
                 if not isinstance(got, Unjudged):
                     rows.update(zip(together, got, strict=True))
             failures[:] = [got for got in found if isinstance(got, Unjudged)]
-            away = [got.reason for got in failures if isinstance(got.reason, Away)]
+            away = [got.reason for got in failures if isinstance(got.reason, Unavailable)]
             if away and (self._on_failure == "fail" or not rows):
                 raise away[0]
 
-        with suppress(GivenUp):  # it was waited for long enough
+        with suppress(RetriesExhausted):  # it was waited for long enough
             await self._service.outages.until_answered(
                 self._service.name, unless_away, about=prompt.prompt_id
             )
@@ -265,7 +265,7 @@ class JudgeScorer:
         for _ in range(answers):
             self._count("judge_failures")
         if self._on_failure == "fail":
-            kind = GivenUp if isinstance(failure.reason, Away) else RolloutError
+            kind = RetriesExhausted if isinstance(failure.reason, Unavailable) else RolloutError
             raise kind(
                 f"prompt {prompt.prompt_id}: {answers} answers could not be judged: "
                 f"{failure.reason}"

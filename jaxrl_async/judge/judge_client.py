@@ -21,7 +21,7 @@ import httpx2
 
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.config.seats_section import FillingSection
-from jaxrl_async.errors import Away, ConfigError, EndpointMisset, RolloutError
+from jaxrl_async.errors import ConfigError, EndpointMisset, RolloutError, Unavailable
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.tasks.usercode import start_async
 from jaxrl_async.unavailable import retry_after_s
@@ -40,7 +40,7 @@ WRONG_FOR_ALL = (401, 403, 404, 405)
 """Statuses that apply to every call."""
 
 
-class JudgeBusy(Away):
+class JudgeBusy(Unavailable):
     """The endpoint did not answer or is overloaded: the same call may succeed later."""
 
 

@@ -21,14 +21,14 @@ import numpy as np
 
 from jaxrl_async.data.chat_formats.chat_messages import record_tools, with_system_prompt
 from jaxrl_async.errors import (
-    Away,
     DataError,
     EndpointMisset,
-    GivenUp,
+    RetriesExhausted,
     RolloutError,
     RolloutTimeout,
     StartOver,
     TextTooLong,
+    Unavailable,
 )
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.metric import part_name
@@ -228,9 +228,9 @@ class ChatEnvs:
 
         try:
             return await self.outages.until_answered(what, unless_away, about=prompt.prompt_id)
-        except GivenUp:
+        except RetriesExhausted:
             assert outcome.error is not None, "an outage is raised as an error"
-            return CallOutcome(error=GivenUp(told(outcome.error)))
+            return CallOutcome(error=RetriesExhausted(told(outcome.error)))
 
 
 async def aside(work: Callable[[], T]) -> T:
@@ -430,10 +430,10 @@ def value_of(outcome: CallOutcome, method: str) -> Any:
     """Return a method's result; convert its error to RolloutError."""
     try:
         return outcome.get()
-    except (Away, EndpointMisset, StartOver):
+    except (Unavailable, EndpointMisset, StartOver):
         raise
     except RolloutError as error:
-        kind = GivenUp if isinstance(error, GivenUp) else RolloutError
+        kind = RetriesExhausted if isinstance(error, RetriesExhausted) else RolloutError
         raise kind(f"the environment's {method} {error}") from error.__cause__
 
 

@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import Closed, EndpointMisset, GivenUp, RolloutError, RolloutTimeout
+from jaxrl_async.errors import (
+    Closed,
+    EndpointMisset,
+    RetriesExhausted,
+    RolloutError,
+    RolloutTimeout,
+)
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.generate import Generate
@@ -224,7 +230,7 @@ class _HeldOutPlay:
         for failures in range(effort.retries):
             try:
                 return await self._attempt(index, sample, label)
-            except (RolloutTimeout, EndpointMisset, GivenUp):
+            except (RolloutTimeout, EndpointMisset, RetriesExhausted):
                 raise
             except RolloutError as error:
                 wait_s = backoff_s(effort.backoff_s, failures)

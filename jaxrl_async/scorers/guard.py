@@ -21,12 +21,12 @@ from jaxrl_async.errors import (
     Closed,
     ConfigError,
     EndpointMisset,
-    GivenUp,
     OutageTooLong,
     RefusedScore,
+    RetriesExhausted,
     RolloutError,
     RolloutTimeout,
-    is_the_runs_own_end,
+    is_run_ending,
 )
 from jaxrl_async.metrics.fault_counts import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
@@ -102,7 +102,7 @@ class GuardedScorer:
         for tries_left in range(self._retries, -1, -1):
             try:
                 return await self._outcome(episodes, prompt)
-            except (RefusedScore, EndpointMisset, GivenUp):
+            except (RefusedScore, EndpointMisset, RetriesExhausted):
                 raise
             except RolloutError as error:
                 if not tries_left or unavailable_cause(error) is not None:
@@ -133,7 +133,7 @@ class GuardedScorer:
         except (RolloutError, Closed):
             raise
         except BaseException as error:
-            if is_the_runs_own_end(error):
+            if is_run_ending(error):
                 raise
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: the scorer raised {type(error).__name__}: {error}"
@@ -232,7 +232,7 @@ def try_once(
     Raises:
         ConfigError: The scorer raised, timed out or returned something other than a reward. The
             message begins with `setting`.
-        OutageTooLong, GivenUp: Its service did not answer; the message begins the same way.
+        OutageTooLong, RetriesExhausted: Its service did not answer; the message begins as above.
     """
     answer = encode(prompt.reference)
     answer = answer if len(answer) else prompt.token_ids[-1:]
@@ -252,7 +252,7 @@ def try_once(
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
             (tried,) = thread.submit(asyncio.run, score()).result()
-    except (OutageTooLong, GivenUp) as error:  # the settings may be correct
+    except (OutageTooLong, RetriesExhausted) as error:  # the settings may be correct
         raise type(error)(f"{setting}, tried on the first held-out prompt: {error}") from error
     except RolloutError as error:
         raise ConfigError(f"{setting}, tried on the first held-out prompt: {error}") from error

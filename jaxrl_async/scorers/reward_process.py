@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl_async import codec
 from jaxrl_async.config.userfile import end_loading
-from jaxrl_async.errors import Away, RefusedScore, RolloutError
+from jaxrl_async.errors import RefusedScore, RolloutError, Unavailable
 from jaxrl_async.scorers.process_pool import ProcessPool, close_all
 from jaxrl_async.scorers.reward_arguments import reward_arguments_of
 from jaxrl_async.scorers.reward_call import RewardCall, called, scores_of
@@ -101,7 +101,7 @@ class _Process:
         if "refused" in reply:
             raise RefusedScore(reply["refused"])
         if "away" in reply:
-            raise Away(reply["away"], reply["wait_s"])
+            raise Unavailable(reply["away"], reply["wait_s"])
         if "raised" in reply:
             raise RolloutError(reply["raised"])
         return reply

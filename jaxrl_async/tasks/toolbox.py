@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from jaxrl_async.errors import ConfigError, GivenUp, RolloutError
+from jaxrl_async.errors import ConfigError, RetriesExhausted, RolloutError
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.function_source import FunctionSource, source_of
 from jaxrl_async.tasks.task import Tool
@@ -175,7 +175,7 @@ class Toolbox:
             return await self._outages.until_answered(
                 f"the tool {name}", unless_away, tries=TRIES, patience_s=PATIENCE_S, optional=True
             )
-        except GivenUp:
+        except RetriesExhausted:
             return outcome
 
     async def _refused(self, text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.errors import EndpointMisset, GivenUp
+from jaxrl_async.errors import EndpointMisset, RetriesExhausted
 from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.prompt_logprobs import ContextLogprobs
 from jaxrl_async.teachers.text_spans import Spans
@@ -70,10 +70,10 @@ class EpisodeTeacher:
         """Return the counters since the start, by the last part of their metrics' names."""
         return dict(self._counts)
 
-    def note_dropped(self, waited_s: float, prompt_id: int) -> GivenUp:
+    def note_dropped(self, waited_s: float, prompt_id: int) -> RetriesExhausted:
         """Count a group that waited for too long; return the error that drops it."""
         self._counts["dropped_groups"] += 1
-        return GivenUp(
+        return RetriesExhausted(
             f"prompt {prompt_id}: the group waited {waited_s:.0f} s for {self._who} "
             f"({self.setting}.max_wait_s) and is dropped. Raise that, or concurrency, or use a "
             "faster teacher."

@@ -22,13 +22,13 @@ from runs import SMALL_JOB
 
 import jaxrl_async as jr
 from jaxrl_async.errors import (
-    Away,
     EndpointMisset,
-    GivenUp,
     OutageTooLong,
     Preempted,
+    RetriesExhausted,
     RolloutError,
     RolloutTimeout,
+    Unavailable,
 )
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.outages import CALL_S, FIRST_S, ONE_PROMPT_S, Outages, duration_text, time_limit
@@ -95,7 +95,7 @@ AWAY = [
     caused(RuntimeError("the sandbox does not start"), ConnectionError("x")),
     caused(RolloutError("x"), caused(ValueError("x"), TimeoutError())),
     ExceptionGroup("x", [ConnectionError("x"), httpx2.ReadError("x")]),
-    Away("x"),
+    Unavailable("x"),
 ]
 NOT_AWAY = [
     TypeError("x"),
@@ -140,7 +140,7 @@ def test_an_exception_in_words_is_known_by_its_name():
 
 def test_retry_after_is_read_of_any_client():
     assert retry_wait_s(http_error(429, **{"Retry-After": "7"})) == 7
-    assert retry_wait_s(Away("x", 3.0)) == 3 and retry_wait_s(ConnectionError()) is None
+    assert retry_wait_s(Unavailable("x", 3.0)) == 3 and retry_wait_s(ConnectionError()) is None
     headers = Headers()
     headers["Retry-After"] = "12"
     assert retry_wait_s(urllib.error.HTTPError(URL, 503, "x", headers, None)) == 12
@@ -286,7 +286,7 @@ def test_a_call_that_alone_fails_is_given_up_and_not_the_run(others):
             await asyncio.sleep(0.001)
         return await bad
 
-    with pytest.raises(GivenUp, match="TimeoutError"):
+    with pytest.raises(RetriesExhausted, match="TimeoutError"):
         asyncio.run(go())
     assert outages.clock.now_s <= (ONE_PROMPT_S + 65 if others == "never" else 35)
 
@@ -302,7 +302,7 @@ def test_calls_of_several_prompts_wait_for_longer_than_one_alone():
         )
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    assert all(isinstance(e, GivenUp) for e in asyncio.run(go()))
+    assert all(isinstance(e, RetriesExhausted) for e in asyncio.run(go()))
     assert outages.clock.now_s >= CALL_S
 
 
@@ -540,7 +540,7 @@ def fetches(*urls, server=None, bad=None, outages=None, side_by_side=False):
 REFUSED = [
     ConnectionRefusedError(errno.ECONNREFUSED, "x"),
     ConnectionError("no server"),
-    Away("x", 1.0),
+    Unavailable("x", 1.0),
     http_error(429),
     http_error(503),
     Status(status=503),
@@ -609,7 +609,7 @@ def test_calls_that_wait_as_they_were_asked_to_count_while_others_are_answered()
     outages.reported = True
 
     async def go():
-        asked = failing(Away("429", 3000.0))
+        asked = failing(Unavailable("429", 3000.0))
         waits = asyncio.ensure_future(outages.until_answered("the reward", asked, about=1))
         await asyncio.sleep(0)
         first = outages.reports()
@@ -637,7 +637,7 @@ def test_an_outage_that_begins_anew_while_a_call_waits_is_counted_from_there():
 
     async def long_wait():
         if left:
-            raise Away("429", left.pop() and 1000.0)
+            raise Unavailable("429", left.pop() and 1000.0)
         return 5
 
     async def go():

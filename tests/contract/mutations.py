@@ -1559,7 +1559,7 @@ GROUPS = (
         ("sandbox/test_harbor.py",),
         (
             ("not in (*OUT_OF_TIME, *OUT_OF_CONTEXT)", "not in (*OUT_OF_TIME,)"),
-            ("RolloutError if unscored[0]", "Away if unscored[0]"),
+            ("RolloutError if unscored[0]", "Unavailable if unscored[0]"),
             ("rewards = {REWARD: 0.0}", "rewards = {REWARD: 1.0}"),
             ("if 0.0 <= reward <= 1.0 else", "if 0.0 <= reward else"),
             ("bool(kinds & set(OUT_OF_TIME))", "bool(kinds)"),

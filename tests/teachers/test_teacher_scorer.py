@@ -15,7 +15,13 @@ from fake_teacher import FakeTeacher
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.schema import NamedTeacher
 from jaxrl_async.data.chat import chat_format
-from jaxrl_async.errors import ConfigError, EndpointMisset, GivenUp, OutageTooLong, RolloutError
+from jaxrl_async.errors import (
+    ConfigError,
+    EndpointMisset,
+    OutageTooLong,
+    RetriesExhausted,
+    RolloutError,
+)
 from jaxrl_async.outages import Outages
 from jaxrl_async.teachers.prompt_logprobs import UnreadableLogprobs, read_scores
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
@@ -293,7 +299,7 @@ def test_a_group_that_waits_too_long_is_dropped_and_counted() -> None:
         server.faults = ["hang", "hang"]
         one = service(server.url)
         began_s = time.monotonic()
-        with pytest.raises(GivenUp, match=r"prompt 3: the group waited .* is dropped"):
+        with pytest.raises(RetriesExhausted, match=r"prompt 3: the group waited .* is dropped"):
             asked(one, wait_s=0.2)
         assert time.monotonic() - began_s < 5
     assert one.counts()["dropped_groups"] == 1
