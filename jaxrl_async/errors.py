@@ -154,11 +154,11 @@ class RetriesExhausted(RolloutError):
     code is not at fault."""
 
 
-class EndpointMisset(RolloutError):
+class BadEndpoint(RolloutError):
     """An endpoint that judges or plays is configured such that every call fails; the run ends."""
 
 
-class OutageTooLong(EndpointMisset):
+class OutageTooLong(BadEndpoint):
     """A service was unavailable for longer than the run waits for it; the run ends."""
 
 

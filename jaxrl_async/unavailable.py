@@ -15,7 +15,7 @@ from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from jaxrl_async.errors import EndpointMisset, JaxrlError, RetriesExhausted, Unavailable
+from jaxrl_async.errors import BadEndpoint, JaxrlError, RetriesExhausted, Unavailable
 
 RETRYABLE_STATUSES = (408, 425, 429, *range(500, 600))
 """HTTP statuses after which the same call may succeed."""
@@ -166,7 +166,7 @@ def _is_unavailable(error: BaseException) -> bool | None:
     """Return whether an exception itself means "unavailable"; None: inspect its cause."""
     if isinstance(error, Unavailable):
         return True
-    if isinstance(error, EndpointMisset | RetriesExhausted):
+    if isinstance(error, BadEndpoint | RetriesExhausted):
         return False
     if isinstance(error, JaxrlError):  # raised by one of our time limits: no cause
         return False if isinstance(error, OSError) else None

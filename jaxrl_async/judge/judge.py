@@ -19,7 +19,13 @@ from typing import Literal, NamedTuple
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.errors import RetriesExhausted, RolloutError, Unavailable
 from jaxrl_async.judge.judge_cache import JudgeCache, Scores, question_key
-from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeMisset, chat_call, key_in
+from jaxrl_async.judge.judge_client import (
+    BadJudgeEndpoint,
+    JudgeBusy,
+    JudgeClient,
+    chat_call,
+    key_in,
+)
 from jaxrl_async.judge.judge_prompt import (
     JudgedTask,
     JudgeQuestion,
@@ -83,7 +89,7 @@ class JudgeService:
     async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Scores | Unjudged]:
         """Return the scores of each question, or why it has none. Takes patience_s at most.
 
-        Raises JudgeMisset if the endpoint cannot serve any question.
+        Raises BadJudgeEndpoint if the endpoint cannot serve any question.
         """
 
         async def all_of_them() -> list[Scores | Unjudged]:
@@ -117,7 +123,7 @@ class JudgeService:
         try:
             async with asyncio.timeout_at(deadline):
                 scores = await self._judged(question, trouble)
-        except JudgeMisset:
+        except BadJudgeEndpoint:
             raise
         except TimeoutError:
             last = f"; the last attempt: {trouble[-1]}" if trouble else ""

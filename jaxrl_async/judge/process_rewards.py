@@ -23,8 +23,8 @@ import numpy as np
 
 from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
 from jaxrl_async.errors import (
+    BadEndpoint,
     ConfigError,
-    EndpointMisset,
     RefusedScore,
     RolloutError,
     RolloutTimeout,
@@ -360,7 +360,7 @@ class ProcessScorer:
         try:
             return process.result()
         except RolloutError as error:
-            if section.on_failure == "fail" or isinstance(error, EndpointMisset):
+            if section.on_failure == "fail" or isinstance(error, BadEndpoint):
                 raise
             self._count("failed_process_rewards")
             log.warning("prompt %d continues without process rewards: %s", prompt.prompt_id, error)

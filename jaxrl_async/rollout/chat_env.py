@@ -21,8 +21,8 @@ import numpy as np
 
 from jaxrl_async.data.chat_formats.chat_messages import record_tools, with_system_prompt
 from jaxrl_async.errors import (
+    BadEndpoint,
     DataError,
-    EndpointMisset,
     RetriesExhausted,
     RolloutError,
     RolloutTimeout,
@@ -430,7 +430,7 @@ def value_of(outcome: CallOutcome, method: str) -> Any:
     """Return a method's result; convert its error to RolloutError."""
     try:
         return outcome.get()
-    except (Unavailable, EndpointMisset, StartOver):
+    except (Unavailable, BadEndpoint, StartOver):
         raise
     except RolloutError as error:
         kind = RetriesExhausted if isinstance(error, RetriesExhausted) else RolloutError

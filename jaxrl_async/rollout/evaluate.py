@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.errors import (
+    BadEndpoint,
     Closed,
-    EndpointMisset,
     RetriesExhausted,
     RolloutError,
     RolloutTimeout,
@@ -181,7 +181,7 @@ async def evaluate(
             episodes = tuple(episode for of_sample in by_sample for episode in of_sample)
             async with busy:
                 scores = await scorer(episodes, prompts[index])
-        except (EndpointMisset, Closed):
+        except (BadEndpoint, Closed):
             raise
         except RolloutError as error:
             failed.append(index)
@@ -230,7 +230,7 @@ class _HeldOutPlay:
         for failures in range(effort.retries):
             try:
                 return await self._attempt(index, sample, label)
-            except (RolloutTimeout, EndpointMisset, RetriesExhausted):
+            except (RolloutTimeout, BadEndpoint, RetriesExhausted):
                 raise
             except RolloutError as error:
                 wait_s = backoff_s(effort.backoff_s, failures)

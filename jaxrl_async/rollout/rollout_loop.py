@@ -20,8 +20,8 @@ from functools import partial
 
 from jaxrl_async.algorithms.forks import without_forks
 from jaxrl_async.errors import (
+    BadEndpoint,
     Closed,
-    EndpointMisset,
     RetriesExhausted,
     RolloutError,
     RolloutTimeout,
@@ -416,7 +416,7 @@ class RolloutLoop:
         except (Exception, asyncio.CancelledError) as error:
             if playing not in self._running:
                 return
-            if is_run_ending(error) or isinstance(error, EndpointMisset):
+            if is_run_ending(error) or isinstance(error, BadEndpoint):
                 raise
             self._forgive(playing, error)
         finally:

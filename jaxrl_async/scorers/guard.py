@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.errors import (
+    BadEndpoint,
     Closed,
     ConfigError,
-    EndpointMisset,
     OutageTooLong,
     RefusedScore,
     RetriesExhausted,
@@ -81,7 +81,7 @@ class GuardedScorer:
         """Score a group as ports.Scorer does.
 
         Raises RolloutError if the last try failed with any exception. Raises it immediately if the
-        scorer did not return one valid score per episode, or is misconfigured (EndpointMisset),
+        scorer did not return one valid score per episode, or is misconfigured (BadEndpoint),
         since a retry would not help.
         """
         try:
@@ -102,7 +102,7 @@ class GuardedScorer:
         for tries_left in range(self._retries, -1, -1):
             try:
                 return await self._outcome(episodes, prompt)
-            except (RefusedScore, EndpointMisset, RetriesExhausted):
+            except (RefusedScore, BadEndpoint, RetriesExhausted):
                 raise
             except RolloutError as error:
                 if not tries_left or unavailable_cause(error) is not None:

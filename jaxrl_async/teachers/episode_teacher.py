@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.errors import EndpointMisset, RetriesExhausted
+from jaxrl_async.errors import BadEndpoint, RetriesExhausted
 from jaxrl_async.teachers.other_tokens import OtherTokens
 from jaxrl_async.teachers.prompt_logprobs import ContextLogprobs
 from jaxrl_async.teachers.text_spans import Spans
@@ -101,7 +101,7 @@ class EpisodeTeacher:
             prompt: of the episode.
             opening: what the teacher reads in place of the prompt's tokens; None: these.
 
-        Raises RolloutError and EndpointMisset.
+        Raises RolloutError and BadEndpoint.
         """
         ends = (*episode.starts[1:], len(episode.token_ids))
         head = head_of(episode, prompt, of_episode=self._others is not None)
@@ -238,7 +238,7 @@ def unknown(name: str, weight: float, top_k: int = 0) -> TeacherLogprobs:
 def computed_later(
     name: str, weight: float, episode: Episode, prompt: Prompt, opening: IntArray | None
 ) -> TeacherLogprobs:
-    """Return what is known of an episode's teacher that the trainer computes. Raises EndpointMisset
+    """Return what is known of an episode's teacher that the trainer computes. Raises BadEndpoint
     as EpisodeTeacher.of_episode.
 
     opening: what the teacher reads in place of the prompt's tokens; None: these.
@@ -251,9 +251,9 @@ def computed_later(
     return replace(unknown(name, weight), opening=opening, replaced=len(head))
 
 
-def foreign_beginning(setting: str, prompt: Prompt) -> EndpointMisset:
+def foreign_beginning(setting: str, prompt: Prompt) -> BadEndpoint:
     """Return the error for an answer that does not begin with its record's prompt."""
-    return EndpointMisset(
+    return BadEndpoint(
         f"{setting}.context replaces a record's prompt, and an answer to prompt "
         f"{prompt.prompt_id} does not begin with it: the task's environment writes its own "
         "beginning. Leave context out."

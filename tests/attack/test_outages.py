@@ -22,7 +22,7 @@ from runs import SMALL_JOB
 
 import jaxrl_async as jr
 from jaxrl_async.errors import (
-    EndpointMisset,
+    BadEndpoint,
     OutageTooLong,
     Preempted,
     RetriesExhausted,
@@ -115,7 +115,7 @@ NOT_AWAY = [
     Status(status_code=400),
     caused(http_error(404), ConnectionError("x")),
     RolloutTimeout("a limit of ours"),
-    EndpointMisset("x"),
+    BadEndpoint("x"),
     SystemExit(503),
     KeyboardInterrupt(),
     ExceptionGroup("x", [ConnectionError("x"), TypeError("x")]),
