@@ -99,7 +99,7 @@ def _joined(args: argparse.Namespace) -> int:
     if cores:
         os.sched_setaffinity(0, cores)  # before JAX, whose threads inherit it
     # Loaded late: --help and errors in the command line do not import JAX.
-    place = distributed.join_sampler_processes(section_of(args))
+    processes = distributed.join_sampler_processes(section_of(args))
     if args.decoder:
         importlib.import_module("jaxrl_async.model.own_code").load_code(args.decoder, "--decoder")
     process = importlib.import_module("jaxrl_async.remote.run.sampler_process")
@@ -109,8 +109,8 @@ def _joined(args: argparse.Namespace) -> int:
         axes=axes,
         wait_s=args.wait,
         once=args.once,
-        process=0 if place is None else place.process_id,
-        processes=1 if place is None else place.num_processes,
+        process=0 if processes is None else processes.process_id,
+        processes=1 if processes is None else processes.num_processes,
         remote=connections_of(args),
     )
     code: int = process.run_sampler(joining)

@@ -85,7 +85,7 @@ def _section(name: str) -> str:
 
 def _defined(name: str) -> _Function | ast.ClassDef:
     """Return the function or the class of a public name."""
-    return _definitions(jaxrl_async._HOMES[name])[name]
+    return _definitions(jaxrl_async._MODULES[name])[name]
 
 
 @cache
@@ -177,7 +177,7 @@ def _class(name: str, node: ast.ClassDef) -> str:
 def _fields(name: str, node: ast.ClassDef) -> list[str]:
     """Return a dataclass' fields, inherited ones first. Those that another public class inherits,
     too, are listed only there."""
-    module, fields = jaxrl_async._HOMES[name], list[str]()
+    module, fields = jaxrl_async._MODULES[name], list[str]()
     for base in map(ast.unparse, node.bases):
         inherited = _own_fields(module, _definitions(module)[base])
         heir = next(n for n in _names() if base in _bases(n))

@@ -48,7 +48,7 @@ from jaxrl_async.rollout.call_log import KeptAnswers
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.rollout.episode import SavedCalls
 from jaxrl_async.rollout.episode_assembly import NOTHING
-from jaxrl_async.shown_environment import is_the_runs, unseen, without_secrets
+from jaxrl_async.shown_environment import is_private, unseen, without_secrets
 from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.usercode import run_async
 from jaxrl_async.types import Completion, Episode, EpisodeLimits, IntArray, Message, Prompt, Score
@@ -404,7 +404,7 @@ class ProgramCommand:
             raise RolloutError(
                 f"the program's command {words[0]!r} is not found or not executable. Give its path."
             )
-        if own := [name for name in shown if is_the_runs(name, secrets)]:
+        if own := [name for name in shown if is_private(name, secrets)]:
             raise RolloutError(
                 f"env.program_variables names {', '.join(own)}, which are reserved for the run. "
                 "Use a different variable for the program."

@@ -19,7 +19,7 @@ from contextlib import suppress
 from jaxrl_async.config.userfile import LOADING
 from jaxrl_async.errors import RolloutError
 from jaxrl_async.reaper import END_S, kill_session, under_reaper
-from jaxrl_async.shown_environment import hide_secrets, is_the_runs
+from jaxrl_async.shown_environment import hide_secrets, is_private
 from jaxrl_async.tasks.function_source import import_path
 from jaxrl_async.tasks.usercode import TooLate
 
@@ -84,7 +84,7 @@ class UserProcess:
                 stdin=subprocess.PIPE,
                 pass_fds=[to_run],
                 env={
-                    **{n: value for n, value in os.environ.items() if not is_the_runs(n)},
+                    **{n: value for n, value in os.environ.items() if not is_private(n)},
                     "PYTHONPATH": import_path(),
                     "JAX_PLATFORMS": "cpu",
                     LOADING: "1",

@@ -1328,7 +1328,7 @@ GROUPS = (
         ("test_malloc.py",),
         (
             ("max(1, (os.cpu_count() or 1) //", "max(2, (os.cpu_count() or 1) //"),
-            ("CORES_OF_AN_ARENA = 4", "CORES_OF_AN_ARENA = 5"),
+            ("CORES_PER_ARENA = 4", "CORES_PER_ARENA = 5"),
         ),
     ),
     Group(
