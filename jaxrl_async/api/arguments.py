@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.config.former import Replaced, now_of, renew_names
-from jaxrl_async.config.load import load, load_with_aside
+from jaxrl_async.config.load import load, load_to_change
 from jaxrl_async.config.peers.peer_hints import peer_hint, usual_hint
+from jaxrl_async.config.renamed_settings import ReplacedSetting, current_name, rename_settings
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import section_of
 from jaxrl_async.data.chat_formats.chat_messages import without_filled
@@ -101,8 +101,8 @@ def configured(
     tree = _tree_of(config, settings)
     replaces = None if _continues(tree) else tree.get("run", {}).pop("overwrite", None)
     brought, sections = _without_sections(brought)
-    for one in _put_all(tree, {**sections, **settings}):
-        log.warning("train: %s", one.told)
+    for replaced in _put_all(tree, {**sections, **settings}):
+        log.warning("train: %s", replaced.warning)
     run = tree.setdefault("run", {})
     if not _continues(tree):  # the config.yaml of a run that is continued says how it began
         run.setdefault("overwrite", replaces is not False)
@@ -174,7 +174,7 @@ def _without_sections(brought: Brought) -> tuple[Brought, dict[str, Mapping[str,
         name: value
         for name, value in given.items()
         if isinstance(value, Mapping)
-        and all(key in _names_in(name) or now_of(f"{name}.{key}") for key in value)
+        and all(key in _names_in(name) or current_name(f"{name}.{key}") for key in value)
     }
     rest: dict[str, Any] = dict.fromkeys(sections)
     return dataclasses.replace(brought, **rest), sections
@@ -200,23 +200,23 @@ def _tree_of(
         return config.model_dump()
     if isinstance(config, Mapping):
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
-    aside: dict[tuple[str, ...], dict[str, Any]] = {}
-    tree = load_with_aside(config, (), aside).model_dump(exclude_unset=True)
-    for (name, *inner), own in aside.items():
+    switched_off: dict[tuple[str, ...], dict[str, Any]] = {}
+    tree = load_to_change(config, (), switched_off).model_dump(exclude_unset=True)
+    for (name, *inner), own in switched_off.items():
         if not inner and isinstance(settings.get(name), Mapping):
             tree[name] = own
     return tree
 
 
-def _put_all(tree: dict[str, object], settings: Mapping[str, object]) -> list[Replaced]:
+def _put_all(tree: dict[str, object], settings: Mapping[str, object]) -> list[ReplacedSetting]:
     """Write settings over those of the tree; return what both wrote in a former way. Raises
     ConfigError."""
-    replaced = renew_names(tree)
+    replaced = rename_settings(tree)
     _check_names(settings)
     for name, value in settings.items():
         own: dict[str, Any] = {}
         _put(own, name, value)
-        replaced += renew_names(own)
+        replaced += rename_settings(own)
         for section, inner in own.items():
             _put(tree, section, inner)
     return replaced
@@ -239,7 +239,7 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
 
 def _section_of(name: str) -> str | None:
     """Return the section of FLAT that a setting by its own name is in; None: it is in none."""
-    within = (s for s in FLAT if name in _names_in(s) or now_of(f"{s}.{name}"))
+    within = (s for s in FLAT if name in _names_in(s) or current_name(f"{s}.{name}"))
     return next(within, None)
 
 

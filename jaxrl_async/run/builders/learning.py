@@ -298,7 +298,7 @@ def _teachers(config: Config, policy: Policy, slices: Slices, state: TrainState)
             local={
                 name: named_teachers.LocalTeacher(*loaded(one.path, one.adapter))
                 for name, one in config.named_teachers.items()
-                if one.path is not None and not one.is_asked
+                if one.path is not None and not one.is_queried
             },
             aligned=any(one.tokenizer is not None for one in config.named_teachers.values()),
             reference=config.reference_settings.teacher if config.refers else None,
