@@ -272,7 +272,7 @@ def _loaded(args: argparse.Namespace, backends: Any) -> Iterator["ChatBackend"]:
     """Load a policy, and open a sampler of it."""
     if sys.stdin.isatty():
         print(f"loading {args.policy} ...", file=sys.stderr, flush=True)
-    asking: Any = importlib.import_module("jaxrl_async.api.asking")
+    asking: Any = importlib.import_module("jaxrl_async.api.asker")
     setup: Any = importlib.import_module("jaxrl_async.sampler.setup")
     arguments = _chat_arguments(args.chat_arguments)
     policy = loaded_policy(args)

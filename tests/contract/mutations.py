@@ -1817,17 +1817,17 @@ GROUPS = (
         ),
     ),
     Group(
-        "api/conversing",
-        ("api/test_conversing.py::test_a_turn_continues_the_tokens_that_were_sampled",),
+        "api/conversation",
+        ("api/test_conversation.py::test_a_turn_continues_the_tokens_that_were_sampled",),
         (
             ("np.concatenate([turns.token_ids, tail])", "chat.opening(messages, ())"),
             ("np.concatenate([turns.token_ids, token_ids])", "token_ids"),
         ),
     ),
     Group(
-        "api/conversing",
-        ("api/test_conversing.py::test_log_probs_are_those_of_the_answer_at_temperature_one",),
-        (("start=len(self._asked.token_ids)", "start=0"),),
+        "api/conversation",
+        ("api/test_conversation.py::test_log_probs_are_those_of_the_answer_at_temperature_one",),
+        (("start=len(self._prompt.token_ids)", "start=0"),),
     ),
     Group(
         "endpoint/http_server",
