@@ -56,7 +56,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # the checkout need not be installed
 
 from jaxrl_async.host import has_tpu  # noqa: E402
-from jaxrl_async.keeper import kill_session  # noqa: E402
+from jaxrl_async.reaper import kill_session  # noqa: E402
 
 TINY_MOST = 6.0
 """Limits of tiny stages that differ: two cores compile more slowly than a card's machine."""

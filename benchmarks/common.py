@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_async.config import schema
-from jaxrl_async.mesh import have_threads_for_collectives
+from jaxrl_async.mesh import reserve_collective_threads
 from jaxrl_async.model.decoder import init_params
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.types import IntArray
@@ -119,7 +119,7 @@ def force_cpu_devices(count: int, *, collectives: bool = False) -> None:
     Has no effect if an accelerator is the default backend or XLA_FLAGS sets the number.
     """
     if collectives:
-        have_threads_for_collectives()
+        reserve_collective_threads()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 

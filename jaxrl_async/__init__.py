@@ -11,17 +11,17 @@ from typing import Any
 
 __version__ = "0.4.0.dev0"
 
-_HOMES = {
+_MODULES = {
     "train": "jaxrl_async.api.training",
     "steps": "jaxrl_async.api.training",
     "from_trl": "jaxrl_async.api.from_peers",
     "plan": "jaxrl_async.api.planning",
     "PlannedRun": "jaxrl_async.api.planning",
-    "generate": "jaxrl_async.api.asking",
-    "Asker": "jaxrl_async.api.asking",
-    "Conversation": "jaxrl_async.api.conversing",
-    "ConversationAnswer": "jaxrl_async.api.conversing",
-    "score": "jaxrl_async.api.asking",
+    "generate": "jaxrl_async.api.asker",
+    "Asker": "jaxrl_async.api.asker",
+    "Conversation": "jaxrl_async.api.conversation",
+    "ConversationAnswer": "jaxrl_async.api.conversation",
+    "score": "jaxrl_async.api.asker",
     "evaluate": "jaxrl_async.api.evaluating",
     "PolicyEvaluation": "jaxrl_async.evals.policy_eval",
     "Estimate": "jaxrl_async.evals.estimates",
@@ -54,14 +54,14 @@ _HOMES = {
     "Step": "jaxrl_async.tasks.task",
 }
 
-__all__ = [*sorted(_HOMES), "__version__"]
+__all__ = [*sorted(_MODULES), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Return a public name from the module that defines it."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

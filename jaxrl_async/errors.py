@@ -41,8 +41,8 @@ def shown(text: str, indent: str = "") -> str:
     return f"\n{indent}".join(printable(line, len(line)) for line in lines)
 
 
-def is_the_runs_own_end(error: BaseException) -> bool:
-    """Return whether an exception raised in a user's code comes from the run ending.
+def is_run_ending(error: BaseException) -> bool:
+    """Return whether an exception raised in a user's code comes from the run's end.
 
     That is the case if the task that runs the code is cancelled, its coroutine is closed, or the
     user pressed Ctrl-C in the main thread.
@@ -135,7 +135,7 @@ class RolloutTimeout(RolloutError, TimeoutError):
     """An environment or a scorer took longer than its limit."""
 
 
-class Away(RolloutError):
+class Unavailable(RolloutError):
     """A service that plays or judges is temporarily unavailable; a retry may succeed."""
 
     def __init__(self, message: str, wait_s: float | None = None) -> None:
@@ -149,16 +149,16 @@ class StartOver(RolloutError):
     played again from its beginning."""
 
 
-class GivenUp(RolloutError):
+class RetriesExhausted(RolloutError):
     """A call was retried for long enough during an outage; its episode or group fails. The user's
     code is not at fault."""
 
 
-class EndpointMisset(RolloutError):
+class BadEndpoint(RolloutError):
     """An endpoint that judges or plays is configured such that every call fails; the run ends."""
 
 
-class OutageTooLong(EndpointMisset):
+class OutageTooLong(BadEndpoint):
     """A service was unavailable for longer than the run waits for it; the run ends."""
 
 

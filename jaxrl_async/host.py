@@ -38,7 +38,7 @@ def version_of(package: str) -> str:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of PACKAGES, of those that are installed."""
-    return {name: found for name in PACKAGES if (found := version_of(name))}
+    return {name: number for name in PACKAGES if (number := version_of(name))}
 
 
 def host_memory() -> tuple[int, int]:
@@ -54,8 +54,8 @@ def host_memory() -> tuple[int, int]:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return total, free
-    for of_files in ("inactive_file", "active_file"):  # the kernel frees them on demand
-        used -= int(stat.get(of_files, 0))
+    for page_cache in ("inactive_file", "active_file"):  # the kernel frees them on demand
+        used -= int(stat.get(page_cache, 0))
     return min(total, limit), max(0, min(free, limit - used))
 
 
@@ -77,38 +77,39 @@ class GpuMemory:
     when."""
 
     variable: str  # which sets another share
-    told: float | None = None  # the share that the environment sets; None: it sets none
+    env_share: float | None = None  # by the environment; None: it sets none
     pooled: bool = True  # False: XLA_PYTHON_CLIENT_ALLOCATOR=platform, which ignores the share
     preallocated: bool = True  # False: memory is allocated on demand
-    problem: str = ""  # what is wrong with the variables and what to do; then told is None
+    problem: str = ""  # what is wrong with the variables and what to do; then env_share is None
 
     @property
     def share(self) -> float:
         """The maximum share of JAX."""
-        return 1.0 if not self.pooled else USUAL_GPU_SHARE if self.told is None else self.told
+        share = USUAL_GPU_SHARE if self.env_share is None else self.env_share
+        return share if self.pooled else 1.0
 
     @property
     def planned_share(self) -> float:
         """The share of a run that is started with the environment that its plan recommends."""
-        return LARGE_GPU_SHARE if self.told is None or not self.pooled else self.told
+        return LARGE_GPU_SHARE if self.env_share is None or not self.pooled else self.env_share
 
 
 def gpu_memory() -> GpuMemory:
     """Read the environment's variables for the memory of GPUs, as JAX does."""
-    given = {name: text for name in GPU_SHARE_VARIABLES if (text := os.environ.get(name))}
+    values = {name: text for name in GPU_SHARE_VARIABLES if (text := os.environ.get(name))}
     pooled = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() != "platform"
     early = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
-    variable, text = next(iter(given.items()), (GPU_SHARE_VARIABLES[0], ""))
+    variable, text = next(iter(values.items()), (GPU_SHARE_VARIABLES[0], ""))
     memory = GpuMemory(variable=variable, pooled=pooled, preallocated=pooled and early)
-    if len(given) > 1:
-        both = " and ".join(given)
+    if len(values) > 1:
+        both = " and ".join(values)
         return replace(memory, problem=f"{both} are both set, which JAX refuses: unset the first.")
     try:
-        told = float(text) if text else None
+        share = float(text) if text else None
     except ValueError:
-        told = 0.0
-    if told is None or 0 < told <= 1:
-        return replace(memory, told=told)
+        share = 0.0
+    if share is None or 0 < share <= 1:
+        return replace(memory, env_share=share)
     problem = f"{variable}={text} is not a share of a card's memory: give one such as 0.95."
     return replace(memory, problem=problem)
 
@@ -129,7 +130,7 @@ def more_of_a_gpu() -> str:
 
 M_ARENA_MAX = -8
 """The parameter of glibc's `mallopt` for the maximum number of arenas (malloc.h)."""
-CORES_OF_AN_ARENA = 4
+CORES_PER_ARENA = 4
 
 
 def limit_arenas() -> None:
@@ -142,7 +143,7 @@ def limit_arenas() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
-        mallopt(M_ARENA_MAX, max(1, (os.cpu_count() or 1) // CORES_OF_AN_ARENA))
+        mallopt(M_ARENA_MAX, max(1, (os.cpu_count() or 1) // CORES_PER_ARENA))
 
 
 def give_back_memory() -> None:
@@ -173,22 +174,22 @@ CUDA_PLUGIN = "xla_cuda"
 
 def jax_plugins() -> list[str]:
     """Return the module names of JAX's installed device plugins."""
-    found = importlib.util.find_spec("jax_plugins")
-    places = [] if found is None else list(found.submodule_search_locations or ())
-    return [module.name for module in pkgutil.iter_modules(places)]
+    spec = importlib.util.find_spec("jax_plugins")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return [module.name for module in pkgutil.iter_modules(folders)]
 
 
-def card_out_of_reach(plugins: Sequence[str]) -> tuple[str, str] | None:
+def unusable_gpu(plugins: Sequence[str]) -> tuple[str, str] | None:
     """Return why JAX's CUDA plugin cannot use this host's GPUs, and what to do, as messages. None
     if NVIDIA's driver is present or `plugins` contains no CUDA plugin."""
-    of_cuda = [f"jax-{name.removeprefix('xla_')}-plugin" for name in plugins
-               if name.startswith(CUDA_PLUGIN)]  # fmt: skip
-    if not of_cuda or has_nvidia():
+    cuda_plugins = [f"jax-{name.removeprefix('xla_')}-plugin" for name in plugins
+                    if name.startswith(CUDA_PLUGIN)]  # fmt: skip
+    if not cuda_plugins or has_nvidia():
         return None
     files = ", ".join(f"/dev/{name}" for name in NVIDIA_FILES)
     return (
-        f"{' and '.join(of_cuda)} is installed, and NVIDIA's driver is not here (none of {files}), "
-        "so JAX does not use the plugin and computes on the CPU",
+        f"{' and '.join(cuda_plugins)} is installed, and NVIDIA's driver is not here (none of "
+        f"{files}), so JAX does not use the plugin and computes on the CPU",
         "install the driver, or start the container with its cards (docker run --gpus all); "
         "JAX_PLATFORMS=cpu chooses the CPU, JAX_PLATFORMS=cuda ends the run with an error",
     )

@@ -25,10 +25,10 @@ def tunables_with_huge_pages(environment: dict[str, str], allowed: str) -> str |
         allowed: the kernel's setting of huge pages, such as "always [madvise] never"; "" if
             unknown.
     """
-    given = environment.get(TUNABLES, "")
-    if environment.get(SWITCH) == "0" or HUGE_PAGES in given or "[madvise]" not in allowed:
+    tunables = environment.get(TUNABLES, "")
+    if environment.get(SWITCH) == "0" or HUGE_PAGES in tunables or "[madvise]" not in allowed:
         return None
-    return ":".join([*filter(None, [given]), f"{HUGE_PAGES}=1"])
+    return ":".join([*filter(None, [tunables]), f"{HUGE_PAGES}=1"])
 
 
 def start_with_huge_pages() -> None:

@@ -22,10 +22,10 @@ from jaxrl_async.config.processes import mesh_devices_per_process
 from jaxrl_async.errors import ConfigError, MeshError
 from jaxrl_async.host import (
     CUDA_PLUGIN,
-    card_out_of_reach,
     has_nvidia,
     has_tpu,
     jax_plugins,
+    unusable_gpu,
 )
 
 log = logging.getLogger(__name__)
@@ -85,15 +85,15 @@ def skip_absent_accelerators() -> None:
     plugins = jax_plugins()
     others = any(not name.startswith(CUDA_PLUGIN) for name in plugins)
     cards = bool(plugins) and has_nvidia()
-    asked = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
-    if others or cards or asked or has_tpu():
+    chosen = getattr(jax.config, "jax_platforms", None) or "JAX_FORCE_TPU_INIT" in os.environ
+    if others or cards or chosen or has_tpu():
         return
     jax.config.update("jax_platforms", "cpu")  # a second call returns above
-    if problem := card_out_of_reach(plugins):
+    if problem := unusable_gpu(plugins):
         log.warning("%s. To do: %s.", *problem)
 
 
-def have_threads_for_collectives() -> None:
+def reserve_collective_threads() -> None:
     """Make XLA start 32 threads on a CPU, unless PJRT_NPROC is set. Call it before JAX's first use.
 
     For programs on several CPU devices, whose collectives can hang with as many threads as cores.
@@ -103,20 +103,20 @@ def have_threads_for_collectives() -> None:
 
 
 LEAST_CPU_DEVICES = 2
-"""Minimum number of CPU devices that a process which starts JAX asks for: a trainer and a sampler
+"""Minimum number of CPU devices that a process which starts JAX requests: a trainer and a sampler
 need that many by default, and a later job of the process may train."""
 
 
-def ask_for_cpu_devices(count: int = LEAST_CPU_DEVICES) -> bool:
+def request_cpu_devices(count: int = LEAST_CPU_DEVICES) -> bool:
     """Make JAX's CPU backend show at least `count` devices; return False if it is already running.
 
     Has no effect if XLA_FLAGS sets a number.
     """
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return True
-    asked: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    current: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     try:
-        jax.config.update("jax_num_cpu_devices", max(count, asked))
+        jax.config.update("jax_num_cpu_devices", max(count, current))
     except RuntimeError:
         return False
     return True
@@ -149,7 +149,7 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < section.num_devices:
         raise MeshError(
-            f"mesh needs {section.num_devices} devices ({_wanted(section)}), but there are "
+            f"mesh needs {section.num_devices} devices ({_device_uses(section)}), but there are "
             f"{len(devices)}: {devices[0].platform}. Make the axes smaller or set "
             "mesh.colocated=true."
         )
@@ -163,10 +163,10 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
     samplers = 0 if section.remote else samplers
     starts = range(first, first + samplers * each, each)
     here = next((h for h in hosts if h[0].process_index == jax.process_index()), hosts[0])
-    of_trainer = [d for host in hosts for d in host[:count]]
+    trainer_devices = [d for host in hosts for d in host[:count]]
     in_place = section.colocated and not alone  # each device already has its part of the weights
     slices = Slices(
-        make_mesh(section.trainer, of_trainer, reorder=alone or not samplers),
+        make_mesh(section.trainer, trainer_devices, reorder=alone or not samplers),
         tuple(
             make_mesh(section.sampler, here[start : start + each], reorder=not in_place)
             for start in starts
@@ -180,7 +180,7 @@ def make_slices(section: schema.MeshSection, devices: Sequence[jax.Device] | Non
     return slices
 
 
-def _wanted(section: schema.MeshSection) -> str:
+def _device_uses(section: schema.MeshSection) -> str:
     """Describe what the devices of this run's own process are used for."""
     trainer = f"trainer {section.trainer.num_devices}"
     if section.remote:
@@ -217,11 +217,11 @@ def check_collective(mesh: Mesh, role: str) -> None:
     Raises MeshError with what to do.
     """
     count = mesh.devices.size
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     each_a_row = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     rows = jax.ShapeDtypeStruct((count, 128), jnp.float32, sharding=each_a_row)
     try:
-        jax.jit(lambda x: x.sum(), out_shardings=everywhere).lower(rows).compile()
+        jax.jit(lambda x: x.sum(), out_shardings=replicated).lower(rows).compile()
     except jax.errors.JaxRuntimeError as error:
         hosts = len({d.process_index for d in mesh.devices.flat})
         raise MeshError(
@@ -327,12 +327,12 @@ def spec_for(
     entries: list[Any] = []
     for size, axis in zip(shape, axes, strict=True):
         names = rules.get(axis) if axis else None
-        wanted = (names,) if isinstance(names, str) else tuple(names or ())
-        wanted = tuple(n for n in wanted if n in mesh.shape and mesh.shape[n] > 1 and n not in used)
-        ways = int(np.prod([mesh.shape[n] for n in wanted])) if wanted else 1
-        if wanted and size % ways == 0:
-            used.update(wanted)
-            entries.append(wanted[0] if len(wanted) == 1 else wanted)
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        names = tuple(n for n in names if n in mesh.shape and mesh.shape[n] > 1 and n not in used)
+        ways = int(np.prod([mesh.shape[n] for n in names])) if names else 1
+        if names and size % ways == 0:
+            used.update(names)
+            entries.append(names[0] if len(names) == 1 else names)
         else:
             entries.append(None)
     return PartitionSpec(*entries)
@@ -351,12 +351,12 @@ def by_slice(function: Callable[..., object], mesh: Mesh, in_axes: Sequence[obje
         in_axes: for each argument "data" if its first axis is divided; None: every part gets all.
     """
 
-    def one(*given: object) -> Any:
-        return jax.tree.map(lambda x: x[None], function(*given))
+    def with_axis(*args: object) -> Any:
+        return jax.tree.map(lambda x: x[None], function(*args))
 
     specs = tuple(PartitionSpec(*([axis] if axis else [])) for axis in in_axes)
     return jax.shard_map(
-        one,
+        with_axis,
         mesh=mesh,
         in_specs=specs,
         out_specs=PartitionSpec("data"),
@@ -389,11 +389,11 @@ def divided(
     function: Callable[..., object], mesh: Mesh, in_specs: object, out_specs: object
 ) -> Any:
     """Return a function that each device, of the mesh or of its slice, runs on its own parts."""
-    where: dict[str, Any] = {"mesh": mesh}
+    over: dict[str, Any] = {"mesh": mesh}
     if is_in_slice():
-        where = {"axis_names": set(mesh.axis_names) - {"data"}}
+        over = {"axis_names": set(mesh.axis_names) - {"data"}}
     # a pallas_call does not say over which axes its result varies
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False, **where)
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False, **over)
 
 
 def shardings(table: object, mesh: Mesh, rules: Rules) -> Any:
@@ -412,12 +412,12 @@ HOST, DEVICE = "pinned_host", "device"
 def in_memory(kind: str, tree: object) -> Any:
     """Move arrays, or their shardings, to the host's or the device's memory, sharded as before."""
 
-    def one(x: jax.Array | NamedSharding) -> Any:
+    def move(x: jax.Array | NamedSharding) -> Any:
         if isinstance(x, NamedSharding):
             return x.with_memory_kind(kind)
         return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(move, tree)
 
 
 def shapes_on(tree: object, shardings: object) -> Any:
@@ -455,12 +455,12 @@ def whole(array: jax.Array | np.ndarray) -> np.ndarray:
         return array
     if not (array.is_fully_addressable or array.is_fully_replicated):
         assert isinstance(array.sharding, NamedSharding), "arrays of several processes have a mesh"
-        array = _everywhere(array.sharding.mesh)(array)
+        array = _replicated(array.sharding.mesh)(array)
     return np.asarray(array)
 
 
 @functools.cache
-def _everywhere(mesh: Mesh) -> Any:
+def _replicated(mesh: Mesh) -> Any:
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -477,9 +477,9 @@ class DeviceLock:
             if not self._held:
                 self._held = True
                 return self
-            turn = threading.Event()
-            self._waiting.append(turn)
-        turn.wait()
+            released = threading.Event()
+            self._waiting.append(released)
+        released.wait()
         return self
 
     def __exit__(
@@ -502,10 +502,10 @@ class DeviceLocks:
         self._locks, self._held = locks, ExitStack()
 
     def __enter__(self) -> "DeviceLocks":
-        with ExitStack() as taking:
+        with ExitStack() as stack:
             for lock in self._locks:
-                taking.enter_context(lock)
-            self._held = taking.pop_all()
+                stack.enter_context(lock)
+            self._held = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -30,29 +30,29 @@ def private_folder(name: str) -> Path:
     if that cannot be created either.
     """
     try:
-        return made_private(_of_caches() / name)
+        return made_private(_cache_folder() / name)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home
-        spare = _spare(name)
-        _say(
-            f"{in_a_line(error)}. {spare} is used instead; set XDG_CACHE_HOME to a folder of your "
-            "own that can be written to."
+        fallback = _fallback(name)
+        _warn_once(
+            f"{in_a_line(error)}. {fallback} is used instead; set XDG_CACHE_HOME to a folder of "
+            "your own that can be written to."
         )
-        return spare
+        return fallback
 
 
 def readable_folders(name: str) -> list[Path]:
     """Return the folders in which this user's processes, or root for all users, may have stored
     files, in the order of private_folder. Creates nothing. Other users cannot change these folders,
     but each file still has to be checked (check_own_file)."""
-    found = []
-    for parent in (_of_caches, _of_temporary_files):
+    folders = []
+    for parent in (_cache_folder, _temporary_folder):
         with contextlib.suppress(OSError, RuntimeError):
             folder = parent() / name
-            seen = folder.lstat()
-            owned = stat.S_ISDIR(seen.st_mode) and seen.st_uid in (os.geteuid(), 0)
-            if owned and not seen.st_mode & OTHERS_WRITE:
-                found.append(folder)
-    return found
+            status = folder.lstat()
+            owned = stat.S_ISDIR(status.st_mode) and status.st_uid in (os.geteuid(), 0)
+            if owned and not status.st_mode & OTHERS_WRITE:
+                folders.append(folder)
+    return folders
 
 
 def made_private(folder: Path) -> Path:
@@ -60,10 +60,10 @@ def made_private(folder: Path) -> Path:
     if it belongs to another user or is a link, OSError if it cannot be created or written
     to."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise NotPrivateError(f"{folder} is not a folder of this user")
-    if stat.S_IMODE(found.st_mode) != 0o700:
+    if stat.S_IMODE(status.st_mode) != 0o700:
         folder.chmod(0o700)
     if stat.S_IMODE(folder.lstat().st_mode) & OTHERS_WRITE:
         raise NotPrivateError(f"{folder} stays open to others: its file system keeps no modes")
@@ -72,19 +72,19 @@ def made_private(folder: Path) -> Path:
     return folder
 
 
-def check_own_file(found: os.stat_result, path: Path | str) -> None:
+def check_own_file(status: os.stat_result, path: Path | str) -> None:
     """Raise NotPrivateError unless a file is a regular file of this user or root that other users
     cannot change.
 
     Args:
-        found: of the open file (os.fstat), which no other file can replace meanwhile.
+        status: of the open file (os.fstat), which no other file can replace meanwhile.
         path: named in the error.
     """
-    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
+    if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
         raise NotPrivateError(f"{path} is not a file of this user")
-    if found.st_mode & OTHERS_WRITE:
+    if status.st_mode & OTHERS_WRITE:
         raise NotPrivateError(
-            f"{path} can be changed by other users (mode {found.st_mode & 0o777:o})"
+            f"{path} can be changed by other users (mode {status.st_mode & 0o777:o})"
         )
 
 
@@ -92,14 +92,14 @@ def write_whole(path: Path, content: bytes) -> None:
     """Replace a file, accessible to this user only, atomically, even if the process or the machine
     stops meanwhile. Raises OSError."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
-        draft = Path(f.name)
+        temporary = Path(f.name)
         try:
             f.write(content)
             f.flush()
             os.fsync(f.fileno())
-            draft.replace(path)
+            temporary.replace(path)
         except BaseException:
-            draft.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -108,23 +108,23 @@ def write_whole(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
-def _of_caches() -> Path:
+def _cache_folder() -> Path:
     """Return the folder of caches. Raises RuntimeError if there is no home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_async"
 
 
-def _of_temporary_files() -> Path:
+def _temporary_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"jaxrl_async-{os.geteuid()}"
 
 
 @functools.cache
-def _spare(name: str) -> Path:
+def _fallback(name: str) -> Path:
     try:
-        return made_private(made_private(_of_temporary_files()) / name)
+        return made_private(made_private(_temporary_folder()) / name)
     except OSError:  # another user made it first, or a file or a link is in its place
         return Path(tempfile.mkdtemp(prefix="jaxrl_async-"))
 
 
 @functools.cache
-def _say(text: str) -> None:
+def _warn_once(text: str) -> None:
     log.warning("%s", text)

@@ -37,7 +37,7 @@ MOST_SAMPLERS = 4
 MOST_SENT_BYTES = 64 << 20
 """Maximum size of a trace that a sampler sends to the trainer, bytes."""
 
-_taking = threading.Lock()  # held while this process is traced
+_trace_lock = threading.Lock()  # held while this process is traced
 
 
 class ProfileError(JaxrlError):
@@ -55,7 +55,7 @@ class ProcessTrace:
         """Begin the trace, which ends automatically after most_s. Raises ProfileError if this
         process is already being traced, or its profiler cannot start."""
         self.timed_out = False
-        if not _taking.acquire(blocking=False):
+        if not _trace_lock.acquire(blocking=False):
             raise ProfileError("another trace of this process is under way")
         self._folder = Path(tempfile.mkdtemp(prefix="jaxrl_async-profile-"))
         self._lock, self._running = threading.Lock(), True
@@ -66,10 +66,10 @@ class ProcessTrace:
             jax.profiler.start_trace(self._folder, profiler_options=options)
         except Exception as error:
             self._forget()
-            _taking.release()
+            _trace_lock.release()
             raise ProfileError(f"JAX's profiler does not start: {in_a_line(error)}") from error
         spans.annotate = jax.profiler.TraceAnnotation
-        self._timer = threading.Timer(most_s, self._time_is_over)
+        self._timer = threading.Timer(most_s, self._time_out)
         self._timer.daemon = True
         self._timer.start()
 
@@ -95,7 +95,7 @@ class ProcessTrace:
         self._end()
         self._forget()
 
-    def _time_is_over(self) -> None:
+    def _time_out(self) -> None:
         self.timed_out = True
         self._end()
 
@@ -109,7 +109,7 @@ class ProcessTrace:
             except Exception as error:
                 self._error = error
             finally:
-                _taking.release()
+                _trace_lock.release()
 
     def _forget(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

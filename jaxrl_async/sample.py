@@ -24,7 +24,6 @@ from jaxrl_async.errors import ConfigError, Disconnected, JaxrlError, is_out_of_
 from jaxrl_async.help_format import command_parser, whole_number
 from jaxrl_async.host import has_nvidia, limit_arenas, more_of_a_gpu
 from jaxrl_async.huge_pages import start_with_huge_pages
-from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.health import health_endpoint
 from jaxrl_async.metrics.json_logs import (
@@ -39,6 +38,7 @@ from jaxrl_async.metrics.spans import TRACE_VARIABLE, recorded_spans
 from jaxrl_async.run import distributed
 from jaxrl_async.run.signals import NO_TRAINER_CODE, end_on_ctrl_c
 from jaxrl_async.shown_environment import hide_secrets
+from jaxrl_async.stuck_threads import at_exit_end_with
 
 AXES = tuple(AxesSection.model_fields)
 """Axes of a slice, as the settings of mesh.sampler name them."""
@@ -99,7 +99,7 @@ def _joined(args: argparse.Namespace) -> int:
     if cores:
         os.sched_setaffinity(0, cores)  # before JAX, whose threads inherit it
     # Loaded late: --help and errors in the command line do not import JAX.
-    place = distributed.join_sampler_processes(section_of(args))
+    processes = distributed.join_sampler_processes(section_of(args))
     if args.decoder:
         importlib.import_module("jaxrl_async.model.own_code").load_code(args.decoder, "--decoder")
     process = importlib.import_module("jaxrl_async.remote.run.sampler_process")
@@ -109,8 +109,8 @@ def _joined(args: argparse.Namespace) -> int:
         axes=axes,
         wait_s=args.wait,
         once=args.once,
-        process=0 if place is None else place.process_id,
-        processes=1 if place is None else place.num_processes,
+        process=0 if processes is None else processes.process_id,
+        processes=1 if processes is None else processes.num_processes,
         remote=connections_of(args),
     )
     code: int = process.run_sampler(joining)

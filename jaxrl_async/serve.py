@@ -31,7 +31,6 @@ from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
 from jaxrl_async.help_format import command_parser, whole_number
 from jaxrl_async.host import limit_arenas, only_new_garbage
 from jaxrl_async.huge_pages import start_with_huge_pages
-from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.guarded_stream import guarded_output
 from jaxrl_async.metrics.json_logs import OWN, lines_for_people, logs_as
 from jaxrl_async.model.adapter_stack import AdapterRoom
@@ -47,6 +46,7 @@ from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, roomy_section
 from jaxrl_async.shown_environment import hide_secrets
+from jaxrl_async.stuck_threads import at_exit_end_with
 from jaxrl_async.types import SamplingParams
 
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    ended = threading.Event()
+    stop = threading.Event()
     before = {
-        number: signal.signal(number, lambda *_: ended.set())
+        number: signal.signal(number, lambda *_: stop.set())
         for number in STOPPING
         if listens_to(number)
     }
@@ -88,11 +88,11 @@ def _serve(args: argparse.Namespace) -> int:
         args.folder = local_argument(args.folder, "model")
         verify_compiled_programs()
         policy = Policy.from_pretrained(args.folder, decoder=args.decoder)
-        given = loaded_adapters(args, policy)
+        adapters = loaded_adapters(args, policy)
         images = None
         if policy.tower is not None:
             images = images_of(policy.tower, policy.spec, policy.tokenizer)
-        room = adapter_room(args, [lora for _, lora, _ in given])
+        room = adapter_room(args, [lora for _, lora, _ in adapters])
         settings = SamplerSettings(
             adapters=room, images=images, mixes=USUAL_KINDS[:1], possible=USUAL_KINDS
         )
@@ -102,25 +102,25 @@ def _serve(args: argparse.Namespace) -> int:
             Sampler(policy, section=section, seed=args.seed, settings=settings) as sampler,
         ):
             sampler.start()  # and compile
-            for name, lora, adapter in given:
+            for name, lora, adapter in adapters:
                 sampler.adapters.load(name, (lora, adapter))
             served = served_policy(
                 args.folder, sampler, sampler.section, args.chat_format, images=images
             )
             limits = EndpointLimits(max_open_calls=args.max_open_calls)
-            door = None
+            admin = None
             if settings.adapters is not None:
-                door = AdapterAdmin(served.name, sampler.adapters, loads_from=args.adapters_from)
+                admin = AdapterAdmin(served.name, sampler.adapters, loads_from=args.adapters_from)
             service = EndpointService(
                 served,
                 limits,
                 guest_keys=(key,),
-                adapters=door,
+                adapters=admin,
                 cors_origins=tuple(args.cors),
             )
             with Endpoint(service, host=args.host, port=args.port) as endpoint, only_new_garbage():
                 print(f"serving {served.name} at {endpoint.address}/v1", flush=True)
-                ended.wait()
+                stop.wait()
         return 0
     except JaxrlError as error:
         return exit_code_after(error)
@@ -132,20 +132,20 @@ def _serve(args: argparse.Namespace) -> int:
 def loaded_adapters(args: argparse.Namespace, policy: Policy) -> list[tuple[str, Lora, Params]]:
     """Load the adapters of the command line, with their names. Raises ConfigError and
     CheckpointError."""
-    found: dict[str, tuple[str, Lora, Params]] = {}
+    loaded: dict[str, tuple[str, Lora, Params]] = {}
     for text in args.adapter:
         name, is_named, folder = text.partition("=")
         if not (is_named and name and folder):
             raise ConfigError(f"--adapter {text}: give NAME=DIR.")
-        if name in found or name == args.folder.resolve().name:
+        if name in loaded or name == args.folder.resolve().name:
             raise ConfigError(f"--adapter {text}: another model is called {name}; rename one.")
-        found[name] = (name, *load_peft(folder, policy.spec))
-    return list(found.values())
+        loaded[name] = (name, *load_peft(folder, policy.spec))
+    return list(loaded.values())
 
 
-def adapter_room(args: argparse.Namespace, given: Sequence[Lora]) -> AdapterRoom | None:
+def adapter_room(args: argparse.Namespace, loras: Sequence[Lora]) -> AdapterRoom | None:
     """Return the sampler's adapter slots; None: no adapters are served. Raises ConfigError."""
-    if not given and args.adapters_from is None:
+    if not loras and args.adapters_from is None:
         if args.max_loras or args.max_lora_rank:
             raise ConfigError(
                 "--max-loras and --max-lora-rank: no adapters are served; give --adapter "
@@ -154,8 +154,8 @@ def adapter_room(args: argparse.Namespace, given: Sequence[Lora]) -> AdapterRoom
         return None
     if args.adapters_from is not None and not args.adapters_from.is_dir():
         raise ConfigError(f"--adapters-from {args.adapters_from}: there is no such folder.")
-    usual = len(given) if args.adapters_from is None else max(USUAL_ADAPTERS, len(given))
-    rank = max([lora.rank for lora in given], default=USUAL_RANK)
+    usual = len(loras) if args.adapters_from is None else max(USUAL_ADAPTERS, len(loras))
+    rank = max([lora.rank for lora in loras], default=USUAL_RANK)
     return AdapterRoom(places=args.max_loras or usual, rank=args.max_lora_rank or rank)
 
 
@@ -198,17 +198,17 @@ def served_policy(
     tokenizer = load_tokenizer(folder)
     tokenizer.images = images
     tokenizer.max_tokens = section.max_length
-    found = None
+    renderer = None
     if has_chat_format(tokenizer, chat):
-        found = chat_format(tokenizer, folder, chat)
+        renderer = chat_format(tokenizer, folder, chat)
     return Served(
         name=folder.resolve().name,
         generate=generate,
         tokenizer=tokenizer,
-        chat=with_images(found, images),
+        chat=with_images(renderer, images),
         terms=CallerLimits(
             sampling=SamplingParams(),
-            stop_token_ids=stop_ids(tokenizer, found),
+            stop_token_ids=stop_ids(tokenizer, renderer),
             max_new_tokens=section.max_new_tokens,
             max_length=section.max_length,
         ),

@@ -78,8 +78,8 @@ def without_secrets(
     return {
         name: value
         for name, value in environ.items()
-        if (_is_one_of(name, shown) or (name in ADDRESSES and not set("@?") & set(value)))
-        and not is_the_runs(name, secrets)
+        if (_matches_any(name, shown) or (name in ADDRESSES and not set("@?") & set(value)))
+        and not is_private(name, secrets)
     }
 
 
@@ -88,15 +88,15 @@ def unseen(
 ) -> tuple[str, ...]:
     """Return the names of hidden variables that a program may miss: all that are not `seen`, except
     the run's own variables and those in USUAL."""
-    hidden = (n for n in environ if n not in seen and not is_the_runs(n, secrets))
-    return tuple(sorted(name for name in hidden if not _is_one_of(name, USUAL)))
+    hidden = (n for n in environ if n not in seen and not is_private(n, secrets))
+    return tuple(sorted(name for name in hidden if not _matches_any(name, USUAL)))
 
 
-def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
+def _matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def is_the_runs(name: str, secrets: Collection[str] = ()) -> bool:
+def is_private(name: str, secrets: Collection[str] = ()) -> bool:
     """Return whether a variable is one of the run's own, or one of its secrets."""
     return name.startswith(OWN_VARIABLES) or name in secrets
 
@@ -119,7 +119,7 @@ def hide_secrets(secrets: Collection[str] = ()) -> tuple[str, ...]:
         name
         for name, value in os.environ.items()
         if value
-        and (is_the_runs(name, secrets) or SECRET_NAME.search(name) or SECRET_VALUE.search(value))
+        and (is_private(name, secrets) or SECRET_NAME.search(name) or SECRET_VALUE.search(value))
     )
     if sys.platform != "linux" or not hidden:
         return ()
@@ -138,12 +138,12 @@ def _overwrite(names: Collection[bytes]) -> None:
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[ENV_START]), int(fields[ENV_END])
-    place = start
+    address = start
     for entry in ctypes.string_at(start, end - start).split(b"\0") if 0 < start < end else ():
         name, _, value = entry.partition(b"=")
         if name in names:
-            ctypes.memset(place + len(name) + 1, 0, len(value))
-        place += len(entry) + 1
+            ctypes.memset(address + len(name) + 1, 0, len(value))
+        address += len(entry) + 1
 
 
 def key_variables(settings: object) -> set[str]:

@@ -10,7 +10,7 @@ generates with that version or a newer one, even as samplers join and leave: wei
 ensures that. The count below relies on nothing else.
 
 This is pacing by waiting: rollouts pause instead of generating what would be too stale. Pacing by
-dropping has `memory_bound` places instead, which are freed as soon as a group is taken. Rollouts
+dropping has `memory_bound` slots instead, which are freed as soon as a group is taken. Rollouts
 continue, and groups that are too stale at the trainer's draw are dropped: there the check at each
 draw is the whole bound.
 """

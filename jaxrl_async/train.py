@@ -12,8 +12,8 @@ if __name__ == "__main__":
     start_with_huge_pages()  # before the other imports, which a restart would waste
 
 from jaxrl_async import CalledModule
-from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.run.signals import end_on_ctrl_c
+from jaxrl_async.stuck_threads import at_exit_end_with
 from jaxrl_async.train_command import main
 
 sys.modules[__name__].__class__ = CalledModule

@@ -46,12 +46,12 @@ RESUME = ("run.resume=true", "run.overwrite=false")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
-    with ExitStack() as told:
-        return _run(argv, told)
+    with ExitStack() as stack:
+        return _run(argv, stack)
 
 
-def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
-    """Run the command line; told: restores stdout and stderr and the log's format at the end."""
+def _run(argv: Sequence[str] | None, stack: ExitStack) -> int:
+    """Run the command line; stack: restores stdout and stderr and the log's format at the end."""
     args = list(sys.argv[1:] if argv is None else argv)
     if "--help" in args or "-h" in args:
         return _help([word for word in args if word not in ("--help", "-h")])
@@ -67,7 +67,7 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
         )
         print(f"{wrong}\n{USAGE}", file=sys.stderr)
         return 2
-    told.enter_context(lines_for_people())
+    stack.enter_context(lines_for_people())
     try:
         overrides = [*words[1:], *(RESUME if "--resume" in flags else [])]
         overrides += [f"run.replay_schedule={json.dumps(file)}" for file in replayed]
@@ -75,10 +75,10 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
         if "--print-config" in flags:
             _print_config(config)
             return 0
-        told.enter_context(guarded_output())
-        told.enter_context(health_endpoint())
+        stack.enter_context(guarded_output())
+        stack.enter_context(health_endpoint())
         # Imported late: --help and an error in a configuration need no JAX.
-        told.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
+        stack.enter_context(logs_as(config.run.logs, run=config.run.name, role="trainer"))
         config = distributed.join_processes(config)
         importlib.import_module("jaxrl_async.run.loop").train(config)
     except Preempted as error:
@@ -112,8 +112,8 @@ def _run(argv: Sequence[str] | None, told: ExitStack) -> int:
 def _print_config(config: Config) -> None:
     """Print the whole configuration, after a check of the names in it."""
     start = importlib.import_module("jaxrl_async.run.start_checks")
-    for one in (config, *runs_of(config).values()):
-        start.check_names(one)
+    for run in (config, *runs_of(config).values()):
+        start.check_names(run)
     preflight = importlib.import_module("jaxrl_async.algorithms.preflight")
     print(dump(preflight.with_correction(config)), end="")
 

@@ -131,13 +131,13 @@ class PositionLogprobs:
     # of the weights that computed a prompt's; None: of generated tokens, see TokenRecord.versions
     version: int | None = None
 
-    def part(self, places: slice) -> "PositionLogprobs":
+    def part(self, positions: slice) -> "PositionLogprobs":
         """Return the log-probs of some positions."""
         return PositionLogprobs(
-            logprobs=self.logprobs[places],
-            top_ids=self.top_ids[places],
-            top_logprobs=self.top_logprobs[places],
-            id_logprobs=self.id_logprobs[places],
+            logprobs=self.logprobs[positions],
+            top_ids=self.top_ids[positions],
+            top_logprobs=self.top_logprobs[positions],
+            id_logprobs=self.id_logprobs[positions],
             version=self.version,
         )
 
@@ -201,7 +201,7 @@ class Request:
     key: tuple[int, int] | None = None
     branch: int = 0  # which continuation of a fork: changes random numbers after the fork
     # queue order: the lowest comes first, compared from the left (as vLLM's priority, a level and
-    # a place within it); equal ones in order of submission. Does not change any token
+    # a rank within it); equal ones in order of submission. Does not change any token
     priority: tuple[int, int] = (0, 0)
     forced_length: int | None = None  # benchmarks: end after exactly so many tokens
     extras: bool = False  # the completion has full_logprobs and kept
@@ -268,9 +268,9 @@ class KeptTokens:
 
     def of(self, token: int) -> IntArray:
         """Return the ids from which generated token number `token` was sampled."""
-        one = int(self.set_of[token])
-        ids = self.ids[self.starts[one] : self.starts[one + 1]]
-        if not self.holds_impossible[one]:
+        index = int(self.set_of[token])
+        ids = self.ids[self.starts[index] : self.starts[index + 1]]
+        if not self.holds_impossible[index]:
             return ids
         possible = np.ones(self.vocab, bool)
         possible[ids] = False
@@ -281,9 +281,9 @@ class KeptTokens:
         end = 1 + max(int(self.ids.max(initial=0)), int(token_ids.max(initial=0)))
         counts, sets = np.diff(self.starts), self.set_of
         keys = np.repeat(np.arange(len(counts)), counts) * end + self.ids
-        wanted = sets.astype(np.int64) * end + token_ids
-        found = np.append(keys, -1)[np.searchsorted(keys, wanted)] == wanted
-        excluded: BoolArray = (counts[sets] > 0) & (found == self.holds_impossible[sets])
+        own = sets.astype(np.int64) * end + token_ids
+        listed = np.append(keys, -1)[np.searchsorted(keys, own)] == own
+        excluded: BoolArray = (counts[sets] > 0) & (listed == self.holds_impossible[sets])
         return excluded
 
     def first(self, count: int) -> "KeptTokens":
@@ -454,14 +454,14 @@ class Score:
     @property
     def by_token(self) -> FloatArray | None:
         """The total reward of each token, [length] float32; None: no token rewards."""
-        given = [r for r in (self.token_rewards, self.process_rewards) if r is not None]
-        return sum(given[1:], given[0]) if given else None
+        rewards = [r for r in (self.token_rewards, self.process_rewards) if r is not None]
+        return sum(rewards[1:], rewards[0]) if rewards else None
 
     @property
     def total(self) -> float:
         """The reward plus its token rewards: the return of the episode."""
-        earned = self.by_token
-        return float(self.reward + (0.0 if earned is None else earned.sum(dtype=np.float64)))
+        by_token = self.by_token
+        return float(self.reward + (0.0 if by_token is None else by_token.sum(dtype=np.float64)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,7 +571,7 @@ class PackedBatch:
     """
 
     token_ids: IntArray  # [rows, length] int32
-    positions: IntArray  # [rows, length] int32, place of the token in its context
+    positions: IntArray  # [rows, length] int32, index of the token in its context
     segment_ids: IntArray  # [rows, length] int32, from 1 in each row; 0 is padding
     mask: BoolArray  # [rows, length]
     behavior_logprobs: FloatArray  # [rows, length] float32, 0 outside the mask
@@ -580,7 +580,7 @@ class PackedBatch:
     sequence_ids: IntArray  # [rows, length] int32, index of the episode in the step; -1 is padding
     group_ids: IntArray  # [rows, length] int32, index of the group in the step; -1 is padding
     supervised: BoolArray  # [rows, length] tokens of demonstrations, trained by likelihood
-    # [rows, length] int32, place of the token in its episode, whose contexts may be in different
+    # [rows, length] int32, index of the token in its episode, whose contexts may be in different
     # rows. None: every episode is one context, so `positions` holds it
     offsets: IntArray | None = None
     # [rows, length, ceil(vocab / 8)]: bit v % 8 of byte v / 8 is set if token v could be sampled

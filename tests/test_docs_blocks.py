@@ -28,7 +28,7 @@ PARTNERS = {
     "README.md": "as docs/python.md",
     "evaluation.md": "a policy: tests/test_docs.py",
     "coming_from.md": "scripts that train, and other libraries: tests/test_docs.py",
-    "gemma-3-4b-it": "a model with a tower: tests/api/test_asking.py",
+    "gemma-3-4b-it": "a model with a tower: tests/api/test_asker.py",
     "import openai": "a server: tests/endpoint/test_served.py",
     "JAXRL_MODEL": "a served policy, each client in its environment: tests/clients",
     "import httpx": "a run with agents outside: tests/endpoint/test_external_agents.py",

@@ -121,7 +121,7 @@ def test_builders_alone_make_the_parts_of_a_run(name):
         for path, tree in trees().items()
         if constructed(tree, name) and part_of(path) not in (*WINGS, "testing")
     }
-    allowed = {"api/asking.py", "serve.py"} if name == "Sampler" else set()
+    allowed = {"api/asker.py", "serve.py"} if name == "Sampler" else set()
     assert all(path.startswith("run/builders/") for path in makes - allowed), makes
 
 

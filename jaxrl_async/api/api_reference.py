@@ -76,16 +76,16 @@ def _section(name: str) -> str:
     if same:
         listed = ", ".join(f"`{method}`" for method in methods if method in same)
         parts.append(f"\nAs in [{SAME[name]}](#{SAME[name].lower()}): {listed}.\n")
-    for method, found in methods.items():
+    for method, node in methods.items():
         if method not in same:
-            shown = f"\n{_text(found)}" if _is_property(found) else _function(found)
+            shown = f"\n{_text(node)}" if _is_property(node) else _function(node)
             parts.append(f"\n### {name}.{method}\n{shown}")
     return "".join(parts)
 
 
 def _defined(name: str) -> _Function | ast.ClassDef:
     """Return the function or the class of a public name."""
-    return _definitions(jaxrl_async._HOMES[name])[name]
+    return _definitions(jaxrl_async._MODULES[name])[name]
 
 
 @cache
@@ -126,11 +126,11 @@ def _methods(name: str) -> dict[str, _Function]:
     """Return the public methods and properties of a class that have a docstring."""
     thing = _defined(name)
     assert isinstance(thing, ast.ClassDef)
-    found = {node.name: node for node in thing.body if isinstance(node, _Function)}
+    functions = {node.name: node for node in thing.body if isinstance(node, _Function)}
     inner = INNER.get(name, ())
     return {
         method: node
-        for method, node in found.items()
+        for method, node in functions.items()
         if not method.startswith("_") and method not in inner and ast.get_docstring(node)
     }
 
@@ -177,7 +177,7 @@ def _class(name: str, node: ast.ClassDef) -> str:
 def _fields(name: str, node: ast.ClassDef) -> list[str]:
     """Return a dataclass' fields, inherited ones first. Those that another public class inherits,
     too, are listed only there."""
-    module, fields = jaxrl_async._HOMES[name], list[str]()
+    module, fields = jaxrl_async._MODULES[name], list[str]()
     for base in map(ast.unparse, node.bases):
         inherited = _own_fields(module, _definitions(module)[base])
         heir = next(n for n in _names() if base in _bases(n))
@@ -195,8 +195,8 @@ def _own_fields(module: str, node: _Function | ast.ClassDef) -> list[str]:
     """Return the fields that a class declares, with their comments."""
     assert isinstance(node, ast.ClassDef)
     lines = _source(module).splitlines()
-    found = [part for part in node.body if isinstance(part, ast.AnnAssign)]
-    texts = [textwrap.dedent("\n".join(lines[n.lineno - 1 : n.end_lineno])) for n in found]
+    fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+    texts = [textwrap.dedent("\n".join(lines[n.lineno - 1 : n.end_lineno])) for n in fields]
     return [_plain(re.sub(r'^(\w+): "([^"]+)"', r"\1: \2", text)) for text in texts]
 
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.config.former import Replaced, now_of, renew_names
-from jaxrl_async.config.load import load, load_with_aside
+from jaxrl_async.config.load import load, load_to_change
 from jaxrl_async.config.peers.peer_hints import peer_hint, usual_hint
+from jaxrl_async.config.renamed_settings import ReplacedSetting, current_name, rename_settings
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import section_of
 from jaxrl_async.data.chat_formats.chat_messages import without_nulls
@@ -74,7 +74,7 @@ ConfigLike = str | Path | Mapping[str, object] | Config | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Brought:
+class TrainInputs:
     """What a caller gives in addition to settings; see jaxrl_async.train. A mapping is the section
     of the same name."""
 
@@ -87,12 +87,12 @@ class Brought:
 
 
 def configured(
-    brought: Brought, config: ConfigLike, settings: Mapping[str, object]
+    inputs: TrainInputs, config: ConfigLike, settings: Mapping[str, object]
 ) -> tuple[Config, Task | None]:
     """Return the configuration of a call, and its task if that is an object.
 
     Args:
-        brought: model, data, rewards and task.
+        inputs: model, data, rewards and task.
         config: what the settings change: a file, sections, or a Config.
         settings: sections as mappings, or settings of FLAT by their own names.
 
@@ -100,20 +100,20 @@ def configured(
     """
     tree = _tree_of(config, settings)
     replaces = None if _continues(tree) else tree.get("run", {}).pop("overwrite", None)
-    brought, sections = _without_sections(brought)
-    for one in _put_all(tree, {**sections, **settings}):
-        log.warning("train: %s", one.told)
+    inputs, sections = _without_sections(inputs)
+    for replaced in _put_all(tree, {**sections, **settings}):
+        log.warning("train: %s", replaced.warning)
     run = tree.setdefault("run", {})
     if not _continues(tree):  # the config.yaml of a run that is continued says how it began
         run.setdefault("overwrite", replaces is not False)
     job = run.get("job", "rl")
     folder = given_folder(load({"run": run}, where="train").run)
-    if brought.model is not None:
-        tree.setdefault("model", {})["path"] = _model_folder(brought.model, folder)
-    functions, named = _rewards_of(brought.reward)
+    if inputs.model is not None:
+        tree.setdefault("model", {})["path"] = _model_folder(inputs.model, folder)
+    functions, named = _rewards_of(inputs.reward)
     if named:
         tree.setdefault("reward", {})["function"] = named[0] if len(named) == 1 else named
-    task = _with_tools(_task_of(brought.task), brought.tools)
+    task = _with_tools(_task_of(inputs.task), inputs.tools)
     if isinstance(task, str | Mapping) and not functions:
         tree["task"], task = task, None
     elif isinstance(task, str | Mapping):
@@ -121,11 +121,11 @@ def configured(
             "train: a task by name has its own rewards, and cannot take further functions. "
             "Give reward=FILE.py:FUNCTION, or the task as an object."
         )
-    if isinstance(brought.data, str | Path) or job != "rl":
-        _put_files(tree, brought, folder)
-    elif brought.data is not None:
-        task = _with_records(task or Task(), brought, _taken_columns(tree))
-    elif brought.eval_data is not None:
+    if isinstance(inputs.data, str | Path) or job != "rl":
+        _put_files(tree, inputs, folder)
+    elif inputs.data is not None:
+        task = _with_records(task or Task(), inputs, _taken_columns(tree))
+    elif inputs.eval_data is not None:
         raise ConfigError("train: eval_data is given without data. Give both.")
     if functions:
         if task is not None and task.reward is not None:
@@ -142,42 +142,42 @@ def _continues(tree: Mapping[str, Any]) -> bool:
     return bool(run.get("resume") or run.get("resume_or_start"))
 
 
-def check_given(brought: Brought, config: ConfigLike, settings: Mapping[str, object]) -> None:
+def require_inputs(inputs: TrainInputs, config: ConfigLike, settings: Mapping[str, object]) -> None:
     """Require data and a model that were asked for: by an argument, or by name in the
     configuration. The defaults would train random weights on the embedded task. Arguments as
     configured's. Raises ConfigError."""
     tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else _tree_of(config)
-    brought, sections = _without_sections(brought)
+    inputs, sections = _without_sections(inputs)
     _put_all(tree, {**sections, **settings})
     data, model = tree.get("data") or {}, tree.get("model") or {}
     named = bool(tree.get("task") or tree.get("tasks"))
-    brings = brought.data is not None or brought.task is not None or named
+    has_data = inputs.data is not None or inputs.task is not None or named
     reads = bool((data.get("jsonl") or {}).get("path"))
-    asks = reads or data.get("addition") is not None or bool(tree.get("runs"))
-    if not (brings or asks):
+    configured_data = reads or data.get("addition") is not None or bool(tree.get("runs"))
+    if not (has_data or configured_data):
         raise ConfigError(
             "train: there is no data. Give records (data=[{'question': ..., 'answer': ...}]), a "
             "file of them, or a task; data={'addition': {}} or config='recipe:addition' "
             "trains on the embedded one."
         )
-    if brought.model is None and not {"architecture", "path", "decoder"} & model.keys():
+    if inputs.model is None and not {"architecture", "path", "decoder"} & model.keys():
         raise ConfigError(
             "train: there is no model. Give model=DIRECTORY, a name on the hub, a Policy, or "
             "model={'architecture': {'layers': 2}} for random weights."
         )
 
 
-def _without_sections(brought: Brought) -> tuple[Brought, dict[str, Mapping[str, Any]]]:
+def _without_sections(inputs: TrainInputs) -> tuple[TrainInputs, dict[str, Mapping[str, Any]]]:
     """Return what is given as objects, and what is given as sections."""
-    given = {"model": brought.model, "data": brought.data, "reward": brought.reward}
+    values = {"model": inputs.model, "data": inputs.data, "reward": inputs.reward}
     sections = {
         name: value
-        for name, value in given.items()
+        for name, value in values.items()
         if isinstance(value, Mapping)
-        and all(key in _names_in(name) or now_of(f"{name}.{key}") for key in value)
+        and all(key in _names_in(name) or current_name(f"{name}.{key}") for key in value)
     }
     rest: dict[str, Any] = dict.fromkeys(sections)
-    return dataclasses.replace(brought, **rest), sections
+    return dataclasses.replace(inputs, **rest), sections
 
 
 def _names_in(section: str) -> set[str]:
@@ -200,23 +200,23 @@ def _tree_of(
         return config.model_dump()
     if isinstance(config, Mapping):
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
-    aside: dict[tuple[str, ...], dict[str, Any]] = {}
-    tree = load_with_aside(config, (), aside).model_dump(exclude_unset=True)
-    for (name, *inner), own in aside.items():
+    switched_off: dict[tuple[str, ...], dict[str, Any]] = {}
+    tree = load_to_change(config, (), switched_off).model_dump(exclude_unset=True)
+    for (name, *inner), own in switched_off.items():
         if not inner and isinstance(settings.get(name), Mapping):
             tree[name] = own
     return tree
 
 
-def _put_all(tree: dict[str, object], settings: Mapping[str, object]) -> list[Replaced]:
+def _put_all(tree: dict[str, object], settings: Mapping[str, object]) -> list[ReplacedSetting]:
     """Write settings over those of the tree; return what both wrote in a former way. Raises
     ConfigError."""
-    replaced = renew_names(tree)
+    replaced = rename_settings(tree)
     _check_names(settings)
     for name, value in settings.items():
         own: dict[str, Any] = {}
         _put(own, name, value)
-        replaced += renew_names(own)
+        replaced += rename_settings(own)
         for section, inner in own.items():
             _put(tree, section, inner)
     return replaced
@@ -233,13 +233,13 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
     section = _section_of(name)
     assert section is not None, "names were checked"
     outer, _, inner = section.partition(".")
-    found = {inner: {name: value}} if inner else {name: value}
-    tree[outer] = _joined(tree.get(outer) or {}, found)
+    settings = {inner: {name: value}} if inner else {name: value}
+    tree[outer] = _joined(tree.get(outer) or {}, settings)
 
 
 def _section_of(name: str) -> str | None:
     """Return the section of FLAT that a setting by its own name is in; None: it is in none."""
-    within = (s for s in FLAT if name in _names_in(s) or now_of(f"{s}.{name}"))
+    within = (s for s in FLAT if name in _names_in(s) or current_name(f"{s}.{name}"))
     return next(within, None)
 
 
@@ -252,10 +252,10 @@ def _check_names(settings: Mapping[str, object]) -> None:
         if name in AMBIGUOUS or (name not in Config.model_fields and _section_of(name) is None)
     }
     if wrong:
-        told = [f"train: {_hint(name, value, settings)}" for name, value in wrong.items()]
-        if sum(" here" in one for one in told) >= MANY:
-            told.append("jaxrl_async.from_trl(args, ...) converts a whole GRPOConfig.")
-        raise ConfigError("\n  ".join(told))
+        hints = [f"train: {_hint(name, value, settings)}" for name, value in wrong.items()]
+        if sum(" here" in hint for hint in hints) >= MANY:
+            hints.append("jaxrl_async.from_trl(args, ...) converts a whole GRPOConfig.")
+        raise ConfigError("\n  ".join(hints))
 
 
 def _hint(name: str, value: object, settings: Mapping[str, object]) -> str:
@@ -365,14 +365,14 @@ def _with_tools(task: Any, tools: Sequence[Tool]) -> Any:
     return dataclasses.replace(task, tools=(*task.tools, *tools))
 
 
-def _with_records(task: Task, brought: Brought, columns: Mapping[str, str]) -> Task:
+def _with_records(task: Task, inputs: TrainInputs, columns: Mapping[str, str]) -> Task:
     if task.records is not None:
         raise ConfigError("train: the task has records, and data gives others. Leave one out.")
     asks = not (task.environment or task.game or task.program)  # otherwise they ask the question
-    train = _renamed(_records(brought.data, "data", plain=asks), columns, "data", asks=asks)
+    train = _renamed(_records(inputs.data, "data", plain=asks), columns, "data", asks=asks)
     held_out = None
-    if brought.eval_data is not None:
-        held_out = _records(brought.eval_data, "eval_data", plain=asks)
+    if inputs.eval_data is not None:
+        held_out = _records(inputs.eval_data, "eval_data", plain=asks)
         held_out = _renamed(held_out, columns, "eval_data", asks=asks)
     return dataclasses.replace(task, records=train, held_out=held_out)
 
@@ -382,14 +382,14 @@ def _taken_columns(tree: dict[str, Any]) -> dict[str, str]:
     column that a task looks for, and the records' own name of it."""
     data = tree.get("data") or {}
     jsonl = dict(data.get("jsonl") or {})
-    taken = {
+    columns = {
         column: jsonl.pop(setting)
         for column, setting in COLUMNS.items()
         if isinstance(jsonl.get(setting), str)
     }
-    if taken:
+    if columns:
         tree["data"] = {**data, "jsonl": jsonl or None}
-    return taken
+    return columns
 
 
 def _renamed(
@@ -397,16 +397,16 @@ def _renamed(
 ) -> list[dict[str, Any]]:
     """Return records with the columns that a task reads, in addition to their own; asks: each
     needs a question. Raises DataError."""
-    asked = [columns[c] for c in ("prompt", "messages") if c in columns]
+    named = [columns[c] for c in ("prompt", "messages") if c in columns]
     usual = QUESTIONS if asks else ()
     renamed = []
     for index, record in enumerate(records):
-        found = {column: record[own] for column, own in columns.items() if own in record}
-        question = next((c for c in ("prompt", "messages") if c in found), None)
-        missing = [] if question or not asked else asked
-        if not question and not asked and usual and all(record.get(c) is None for c in usual):
+        values = {column: record[own] for column, own in columns.items() if own in record}
+        question = next((c for c in ("prompt", "messages") if c in values), None)
+        missing = [] if question or not named else named
+        if not question and not named and usual and all(record.get(c) is None for c in usual):
             missing = list(usual)
-        if "answer" in columns and "answer" not in found:
+        if "answer" in columns and "answer" not in values:
             missing = [*missing, columns["answer"]]
         if missing:
             raise DataError(
@@ -416,8 +416,8 @@ def _renamed(
             )
         if question == "prompt":  # what is named counts before messages
             record = {key: value for key, value in record.items() if key != "messages"}
-            found.pop("messages", None)
-        renamed.append({**record, **found})
+            values.pop("messages", None)
+        renamed.append({**record, **values})
     return renamed
 
 
@@ -512,22 +512,22 @@ def _rows_of_frame(data: Any) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _put_files(tree: dict[str, Any], brought: Brought, folder: Path) -> None:
+def _put_files(tree: dict[str, Any], inputs: TrainInputs, folder: Path) -> None:
     """Have the configuration read data from files; records are written to some."""
-    if brought.data is None:
+    if inputs.data is None:
         return
     data = tree.setdefault("data", {})
     jsonl = data["jsonl"] = dict(data.get("jsonl") or {})
     data["addition"] = None
-    for name, key, given in (
-        ("data", "path", brought.data),
-        ("eval_data", "eval_path", brought.eval_data),
+    for name, key, records in (
+        ("data", "path", inputs.data),
+        ("eval_data", "eval_path", inputs.eval_data),
     ):
-        if isinstance(given, str | Path):
-            jsonl[key] = str(given)
-        elif given is not None:
+        if isinstance(records, str | Path):
+            jsonl[key] = str(records)
+        elif records is not None:
             file = folder / f"{name}.jsonl"
-            _write_records(file, _records(given, name), name)
+            _write_records(file, _records(records, name), name)
             jsonl[key] = str(file)
 
 

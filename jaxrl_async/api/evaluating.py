@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from jaxrl_async.api.arguments import Brought, ConfigLike, Data, Reward, TaskLike, configured
+from jaxrl_async.api.arguments import ConfigLike, Data, Reward, TaskLike, TrainInputs, configured
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.section import MAX_WHOLE
@@ -92,7 +92,7 @@ def evaluate(
     )
     if config is None and source.run is not None:
         config, task = _of_run(source.run, data, task)
-    _check_asks(source, config, data, task, settings, overrides)
+    _check_inputs(source, config, data, task, settings, overrides)
     own = {
         "samples": samples,
         "temperature": temperature,
@@ -104,7 +104,7 @@ def evaluate(
     }
     if max_new_tokens is not None:
         settings = {"max_new_tokens": max_new_tokens, **settings}
-    brought = Brought(
+    inputs = TrainInputs(
         data=data,
         eval_data=None if isinstance(data, Mapping) else data,
         reward=reward,
@@ -112,7 +112,7 @@ def evaluate(
     )
     is_file = isinstance(data, str | Path)  # all of its records are held out
     tree = {**({"eval_size": MAX_WHOLE} if is_file else {}), **settings, "evals": {GIVEN: own}}
-    resolved, own_task = _resolved(brought, config, tree, overrides)
+    resolved, own_task = _resolved(inputs, config, tree, overrides)
     resolved = with_records_here(resolved)
     other = None if compare is None else replace(source, policy=compare, base=None, model=None)
     return evaluate_policy(source, resolved, own_task, seed=seed, compare=other)
@@ -121,14 +121,14 @@ def evaluate(
 def _of_run(run: Paths, data: object, task: TaskLike) -> tuple[Path | Config, TaskLike]:
     """Return the configuration of a run, of one of its tasks if it has several, and the task that
     is left to find. Raises ConfigError."""
-    told = yaml.safe_load(run.config.read_text("utf-8"))
-    if isinstance(told, dict) and told.get("tasks"):
-        return _of_one_task(load(run.config), data, task)
+    written = yaml.safe_load(run.config.read_text("utf-8"))
+    if isinstance(written, dict) and written.get("tasks"):
+        return _config_of_task(load(run.config), data, task)
     return run.config, task
 
 
 def _resolved(
-    brought: Brought,
+    inputs: TrainInputs,
     config: ConfigLike,
     settings: Mapping[str, object],
     overrides: Sequence[str],
@@ -136,17 +136,17 @@ def _resolved(
     """Return the configuration, and the task if it is an object. Raises ConfigError, in which an
     argument has its own name, not that of the setting."""
     try:
-        resolved, own_task = configured(brought, config, settings)
+        resolved, own_task = configured(inputs, config, settings)
         if overrides:
             resolved = load(resolved.model_dump(), overrides, where="eval")
     except ConfigError as error:
-        told = str(error).replace(f"evals.{GIVEN}.", "").replace("train: ", "evaluate: ", 1)
-        told = ANSWERS.sub("it is samples (--samples) here", told)
-        raise ConfigError(told) from error
+        text = str(error).replace(f"evals.{GIVEN}.", "").replace("train: ", "evaluate: ", 1)
+        text = ANSWERS.sub("it is samples (--samples) here", text)
+        raise ConfigError(text) from error
     return resolved, own_task
 
 
-def _of_one_task(config: Config, data: object, task: TaskLike) -> tuple[Config, TaskLike]:
+def _config_of_task(config: Config, data: object, task: TaskLike) -> tuple[Config, TaskLike]:
     """Return the configuration of one of a run's several tasks, and the task that is left to find:
     None, or another one that was asked for. Raises ConfigError if none was."""
     names = [*config.named_tasks]
@@ -162,7 +162,7 @@ def _of_one_task(config: Config, data: object, task: TaskLike) -> tuple[Config, 
     return config.model_copy(update={"tasks": None, "mixing": None, "evals": None}), task
 
 
-def _check_asks(
+def _check_inputs(
     source: PolicySource,
     config: object,
     data: object,
@@ -182,8 +182,9 @@ def _check_asks(
             f"evaluate: model (--model) names a model at an endpoint, and {source.name} is none. "
             "Leave it out."
         )
-    said = any(text.startswith(("task", "data")) for text in overrides)
-    if (data, task, config) == (None, None, None) and not ({"data", "jsonl"} & {*settings} or said):
+    overridden = any(text.startswith(("task", "data")) for text in overrides)
+    named = overridden or {"data", "jsonl"} & {*settings}
+    if (data, task, config) == (None, None, None) and not named:
         raise ConfigError(
             f"evaluate: {source.name} is no run's folder, so its questions must be given: data "
             "(a file or records) or task."

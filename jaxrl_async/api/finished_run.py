@@ -70,13 +70,13 @@ class Run:
         """Return the steps at which a metric was measured, with its values. Raises DataError for
         a name that no metric has."""
         lines = self.metrics
-        found = points(lines, name)
-        if not found and not names_a_known_metric(name):
-            there = sorted({key for line in lines for key in line})
-            near = get_close_matches(name, there, n=1)
+        measured = points(lines, name)
+        if not measured and not names_a_known_metric(name):
+            names = sorted({key for line in lines for key in line})
+            near = get_close_matches(name, names, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else "docs/metrics.md has all names."
             raise DataError(f"{name!r} is no metric of {self.path}. {hint}")
-        return found
+        return measured
 
     def table(self, names: Sequence[str] = ()) -> dict[str, list[Any]]:
         """Return the metrics by column, for pandas.DataFrame, with None where a step has not

@@ -56,27 +56,27 @@ def from_trl(
         devices: number of devices that train there; None: args.world_size, or 1.
         others: further arguments of GRPOTrainer.
     """
-    given = _fields_of(args)
+    config = _fields_of(args)
     devices = devices or int(getattr(args, "world_size", 1) or 1)
     records = len(train_dataset) if hasattr(train_dataset, "__len__") else None
-    weights = given.pop("reward_weights", None)
-    found = converted(TRL, given, devices=devices, records=records)
-    left = dict(found.left)
+    weights = config.pop("reward_weights", None)
+    conversion = converted(TRL, config, devices=devices, records=records)
+    unconverted = dict(conversion.left)
     for name, value in others.items():
         if name not in TRL.arguments:
             raise ConfigError(f"from_trl: GRPOTrainer of TRL has no argument {name}.")
         if value is not None:
             reason = TRL.arguments[name].reason
-            left[name] = reason or f"give {TRL.arguments[name].settings[0].path} to train"
-    settings = dict(found.settings)
+            unconverted[name] = reason or f"give {TRL.arguments[name].settings[0].path} to train"
+    settings = dict(conversion.settings)
     if peft_config is not None:
         try:
             settings["model.lora"] = lora_of(peft_config)
         except NoCounterpart as error:
             raise ConfigError(f"from_trl: {error}.") from None
-    for name, reason in left.items():
+    for name, reason in unconverted.items():
         log.warning("from_trl: %s has no counterpart: %s", name, reason)
-    for note in notes_of(TRL, found):
+    for note in notes_of(TRL, conversion):
         log.info("from_trl: %s", note)
     arguments = {"config": nested(settings)}
     trainer = {"model": model, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
@@ -84,7 +84,7 @@ def from_trl(
         if value is not None:
             arguments[SAME[name]] = value
     if reward_funcs is not None:
-        arguments["reward"] = _weighed(reward_funcs, weights, given)
+        arguments["reward"] = _weighed(reward_funcs, weights, config)
     return arguments
 
 
@@ -97,18 +97,18 @@ def _fields_of(args: object) -> dict[str, Any]:
             f"from_trl: args is a {type(args).__name__}. Give TRL's GRPOConfig, or its fields as a "
             "mapping."
         )
-    found = {one.name: getattr(args, one.name) for one in fields(args)}
-    return {name: value for name, value in found.items() if name not in COMPUTED}
+    values = {f.name: getattr(args, f.name) for f in fields(args)}
+    return {name: value for name, value in values.items() if name not in COMPUTED}
 
 
-def _weighed(functions: Any, weights: Sequence[float] | None, given: Mapping[str, Any]) -> Any:
+def _weighed(functions: Any, weights: Sequence[float] | None, config: Mapping[str, Any]) -> Any:
     """Return reward functions with their weights. Raises ConfigError."""
     if weights is None:
         return functions
     each = list(functions) if isinstance(functions, Sequence) else [functions]
     if len(each) != len(weights) or isinstance(functions, str):
         raise ConfigError(f"from_trl: {len(weights)} reward_weights, but other reward_funcs.")
-    if given.get("multi_objective_aggregation") == "normalize_then_sum":
+    if config.get("multi_objective_aggregation") == "normalize_then_sum":
         raise ConfigError(
             "from_trl: reward_weights after a normalisation are the weights of parts by name: "
             "algorithm.advantage={gdpo: {weights: {NAME: 0.5}}}. Leave reward_weights out."

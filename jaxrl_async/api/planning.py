@@ -74,21 +74,21 @@ def plan(
     with tempfile.TemporaryDirectory(prefix="jaxrl-plan-") as name:
         folder = Path(name)
         (folder / "config.yaml").write_text(dump(resolved), encoding="utf-8")
-        words = [str(folder / "config.yaml"), "--topology", topology]
-        words += ["--json", str(folder / "plan.json")]
+        args = [str(folder / "config.yaml"), "--topology", topology]
+        args += ["--json", str(folder / "plan.json")]
         if sampler_topology is not None:
-            words += ["--sampler-topology", sampler_topology]
+            args += ["--sampler-topology", sampler_topology]
         if cache is not None:
-            words += ["--cache", str(cache)]
+            args += ["--cache", str(cache)]
         if lengths is not None:
-            words += ["--lengths", _lengths_file(lengths, folder / "lengths.json")]
-        code, text, told = _command(words, folder / "stdout")
+            args += ["--lengths", _lengths_file(lengths, folder / "lengths.json")]
+        code, text, errors = _command(args, folder / "stdout")
         if (folder / "plan.json").is_file():
             numbers = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
             return PlannedRun(text, numbers)
     if code == BAD_CONFIGURATION:
-        raise ConfigError(f"plan: {told.partition('config error: ')[2] or told}")
-    raise JaxrlError(f"plan: {told or f'the command ended with exit code {code}'}")
+        raise ConfigError(f"plan: {errors.partition('config error: ')[2] or errors}")
+    raise JaxrlError(f"plan: {errors or f'the command ended with exit code {code}'}")
 
 
 def _resolved(
@@ -108,14 +108,14 @@ def _lengths_file(lengths: Any, file: Path) -> str:
     return str(file)
 
 
-def _command(words: Sequence[str], out: Path) -> tuple[int, str, str]:
+def _command(args: Sequence[str], out: Path) -> tuple[int, str, str]:
     """Run the command line of the plan, its progress logged; return its exit code, what it printed,
     and the end of its output on stderr."""
     path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
     last: list[str] = []
     with out.open("w+", encoding="utf-8") as printed:
         with subprocess.Popen(
-            [sys.executable, "-m", "jaxrl_async.plan", *words],
+            [sys.executable, "-m", "jaxrl_async.plan", *args],
             stdout=printed,
             stderr=subprocess.PIPE,
             text=True,

@@ -48,27 +48,27 @@ def listed_texts(texts: Scored | Sequence[Scored]) -> list[Scored]:
 
 
 def tokens_to_score(
-    one: object, index: int, tokenizer: Tokenizer, opening: Callable[[list[Any]], IntArray]
+    item: object, index: int, tokenizer: Tokenizer, opening: Callable[[list[Any]], IntArray]
 ) -> tuple[IntArray, int]:
     """Return the tokens of something to score, [n] int32, and the first of them that is scored.
 
     Args:
-        one: what `texts` has at `index`.
+        item: what `texts` has at `index`.
         index: for messages.
         tokenizer: of the policy.
         opening: writes messages as tokens, up to where the policy's turn begins.
 
     Raises DataError.
     """
-    if isinstance(one, str):
-        return tokenizer.encode_prompt(one, VERBATIM), 0
-    if _are_ids(one):
-        return np.asarray(one, np.int32), 0
-    if not (isinstance(one, tuple) and len(one) == 2):
+    if isinstance(item, str):
+        return tokenizer.encode_prompt(item, VERBATIM), 0
+    if _are_ids(item):
+        return np.asarray(item, np.int32), 0
+    if not (isinstance(item, tuple) and len(item) == 2):
         raise DataError(
-            f"texts[{index}] is {one!r:.80}. Give a text, token ids, or (prompt, completion)."
+            f"texts[{index}] is {item!r:.80}. Give a text, token ids, or (prompt, completion)."
         )
-    prompt, completion = one
+    prompt, completion = item
     if isinstance(prompt, str):
         before = tokenizer.encode_prompt(prompt, VERBATIM)
     elif _are_ids(prompt):
@@ -94,22 +94,22 @@ def tokens_to_score(
 
 def scored_text(request: Request, done: Completion, tokenizer: Tokenizer) -> ScoredText:
     """Return a sampler's answer to a request that scores its prompt."""
-    found, asked = done.prompt_logprobs, request.logprobs
-    assert found is not None and found.version is not None and asked is not None
+    scores, options = done.prompt_logprobs, request.logprobs
+    assert scores is not None and scores.version is not None and options is not None
     pieces = [tokenizer.token_bytes(int(i)) for i in request.token_ids]
-    first, ids = max(asked.start, 1), request.token_ids
-    greedy = bool((found.top_ids[first:, 0] == ids[first:]).all()) if asked.top else None
+    first, ids = max(options.start, 1), request.token_ids
+    greedy = bool((scores.top_ids[first:, 0] == ids[first:]).all()) if options.top else None
     return ScoredText(
         text=b"".join(pieces).decode(errors="replace"),
         token_ids=ids,
         starts=_starts(pieces),
-        logprobs=found.logprobs,
-        total=float(found.logprobs[first:].sum(dtype=np.float64)),
+        logprobs=scores.logprobs,
+        total=float(scores.logprobs[first:].sum(dtype=np.float64)),
         greedy=greedy,
-        top_ids=found.top_ids,
-        top_logprobs=found.top_logprobs,
-        id_logprobs=found.id_logprobs,
-        version=found.version,
+        top_ids=scores.top_ids,
+        top_logprobs=scores.top_logprobs,
+        id_logprobs=scores.id_logprobs,
+        version=scores.version,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_async.api.arguments import Brought, Data, Reward, check_given, configured
+from jaxrl_async.api.arguments import Data, Reward, TrainInputs, configured, require_inputs
 from jaxrl_async.api.finished_run import Run
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.userfile import end_loading
@@ -65,15 +65,15 @@ def train(
     Raises ConfigError for arguments that do not fit, JaxrlError if the run failed.
     """
     end_loading()
-    brought = Brought(
+    inputs = TrainInputs(
         model=model, data=data, eval_data=eval_data, reward=reward, task=task, tools=tools or ()
     )
     if on_step is not None:
         _check_callback(on_step)
-    for one in callbacks:
-        check_callback(one, "train: callbacks")
-    resolved, own_task = configured(brought, config, settings)
-    check_given(brought, config, settings)
+    for callback in callbacks:
+        check_callback(callback, "train: callbacks")
+    resolved, own_task = configured(inputs, config, settings)
+    require_inputs(inputs, config, settings)
     if resolved.runs:
         raise ConfigError(
             "train: runs: several adapters that learn in one run have no single policy to return. "
@@ -92,7 +92,7 @@ def _check_callback(on_step: OnStep) -> None:
             f"train: on_step is called with the update's number and its metrics, and takes other "
             f"arguments: {error}. Write def on_step(number, metrics)."
         ) from None
-    except ValueError:  # a function of C, which tells no signature
+    except ValueError:  # a function of C, which has no signature
         return
 
 
@@ -118,7 +118,7 @@ class Steps:
     def __init__(self, **arguments: Any) -> None:
         self._arguments = arguments
         self._made: queue.SimpleQueue[StepMetrics | None] = queue.SimpleQueue()
-        self._wanted = threading.Semaphore(0)
+        self._requested = threading.Semaphore(0)
         self._closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="train", daemon=True)
@@ -130,31 +130,31 @@ class Steps:
         limit_arenas()  # before the thread, which would have one of its own
         self._thread.start()
         try:
-            self._wanted.release()
+            self._requested.release()
             while (step := self._made.get()) is not None:
                 yield step
-                self._wanted.release()
+                self._requested.release()
         finally:
             self._closing = True
-            self._wanted.release()
+            self._requested.release()
             self._thread.join()
         if self._error is not None:
             raise self._error
 
     def _work(self) -> None:
-        self._wanted.acquire()
+        self._requested.acquire()
         try:
-            self.run = train(**self._arguments, on_step=self._tell)
+            self.run = train(**self._arguments, on_step=self._put_step)
         except BaseException as error:
             self._error = error
         finally:
             self._made.put(None)
 
-    def _tell(self, step: int, values: Mapping[str, float]) -> None:
+    def _put_step(self, step: int, values: Mapping[str, float]) -> None:
         if self._closing:
             raise StopTraining("the caller")
         self._made.put(StepMetrics(step, dict(values)))
-        self._wanted.acquire()
+        self._requested.acquire()
         if self._closing:
             raise StopTraining("the caller")
 

@@ -16,7 +16,7 @@ from jaxrl_async.evals.text_endpoint import EndpointSettings, model_at
 from jaxrl_async.types import Message, SamplingParams, StopReason
 
 if TYPE_CHECKING:  # it imports JAX, which an endpoint does not need
-    from jaxrl_async.api.asking import Asker
+    from jaxrl_async.api.asker import Asker
 
 LOOK_S = 0.05
 """How often a call of an endpoint looks whether it shall stop, seconds."""

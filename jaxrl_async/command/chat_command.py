@@ -43,9 +43,9 @@ from jaxrl_async.command.chat_options import (
 from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
 from jaxrl_async.help_format import command_parser, whole_number
 from jaxrl_async.huge_pages import start_with_huge_pages
-from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.json_logs import lines_for_people
 from jaxrl_async.shown_environment import hide_secrets
+from jaxrl_async.stuck_threads import at_exit_end_with
 
 if TYPE_CHECKING:
     from jaxrl_async.command.chat_backends import ChatAnswered, ChatBackend
@@ -272,7 +272,7 @@ def _loaded(args: argparse.Namespace, backends: Any) -> Iterator["ChatBackend"]:
     """Load a policy, and open a sampler of it."""
     if sys.stdin.isatty():
         print(f"loading {args.policy} ...", file=sys.stderr, flush=True)
-    asking: Any = importlib.import_module("jaxrl_async.api.asking")
+    asking: Any = importlib.import_module("jaxrl_async.api.asker")
     setup: Any = importlib.import_module("jaxrl_async.sampler.setup")
     arguments = _chat_arguments(args.chat_arguments)
     policy = loaded_policy(args)

@@ -23,9 +23,9 @@ from typing import Any
 from jaxrl_async.errors import ConfigError, JaxrlError, exit_code_after
 from jaxrl_async.help_format import command_parser
 from jaxrl_async.huge_pages import start_with_huge_pages
-from jaxrl_async.left_threads import at_exit_end_with
 from jaxrl_async.metrics.json_logs import lines_for_people
 from jaxrl_async.shown_environment import hide_secrets
+from jaxrl_async.stuck_threads import at_exit_end_with
 
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
 

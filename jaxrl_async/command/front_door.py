@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 from jaxrl_async import __version__
 from jaxrl_async.huge_pages import start_with_huge_pages
-from jaxrl_async.left_threads import at_exit_end_with
+from jaxrl_async.stuck_threads import at_exit_end_with
 
 PROGRAM = "jaxrl-async"
 INTERRUPTED = 130

@@ -22,13 +22,13 @@ from jaxrl_async.command.finding import GIB, Finding, gib
 from jaxrl_async.cpu.compiler import NotBuiltError, compiler_here
 from jaxrl_async.host import (
     TPU_FILES,
-    card_out_of_reach,
     gpu_memory,
     has_nvidia,
     has_tpu,
     host_memory,
     jax_plugins,
     package_versions,
+    unusable_gpu,
     version_of,
 )
 
@@ -157,7 +157,7 @@ def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
         what, extra = ("TPU chips", "tpu") if has_tpu() else ("an NVIDIA GPU", "cuda")
         text = f"this host has {what}, and JAX uses the CPU"
         findings.append(Finding("warning", text, f"pip install 'jaxrl_async[{extra}]'"))
-    elif problem := card_out_of_reach(jax_plugins()):
+    elif problem := unusable_gpu(jax_plugins()):
         findings.append(Finding("warning", *problem))
     return devices, findings
 

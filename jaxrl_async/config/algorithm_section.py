@@ -453,7 +453,7 @@ class NamedTeacher(Section):
     """How url is asked: completions (/v1/completions with prompt_logprobs), generate
     (/inference/v1/generate), or echo (/v1/completions with echo, which gives no likeliest
     tokens)."""
-    tokenizer: Annotated[str | None, ReadWith("is_asked", (), "url or chips=sampler", ())] = None
+    tokenizer: Annotated[str | None, ReadWith("is_queried", (), "url or chips=sampler", ())] = None
     """Hugging Face directory of the teacher's tokenizer, if it is not the policy's: the two are
     aligned by text."""
     context: str | None = Field(None, min_length=1)
@@ -470,7 +470,7 @@ class NamedTeacher(Section):
     faults.scorer_timeout_s, and the end of an outage."""
 
     @property
-    def is_asked(self) -> bool:
+    def is_queried(self) -> bool:
         """Whether it gives log-probs while a group waits; else the trainer computes them."""
         return self.url is not None or self.chips == "sampler"
 

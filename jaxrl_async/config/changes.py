@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxrl_async.config.former import OFF, renew_names, turn_off
 from jaxrl_async.config.load import flattened
+from jaxrl_async.config.renamed_settings import OFF, rename_settings, turn_off
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.section import Section
 from jaxrl_async.config.several import is_optional, section_of
@@ -29,7 +29,7 @@ def changes(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator
     `before` may be of an older version: missing settings have their defaults, and renamed ones are
     read by their current names. A section that is null now differs by its main setting.
     """
-    before, defaults = _renewed(before), _defaults()
+    before, defaults = _current_form(before), _defaults()
     null = tuple(f"{name}." for name in _optional() if name in now and now[name] is None)
     now = {**{name: d for name, d in defaults.items() if name.startswith(READ_ANYWAY)}, **now}
     switched = tuple(f"{section}." for section in OFF)
@@ -43,7 +43,7 @@ def changes(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator
             yield Change(name, was, now.get(name))
 
 
-def _renewed(table: Mapping[str, object]) -> dict[str, Any]:
+def _current_form(table: Mapping[str, object]) -> dict[str, Any]:
     """Return the current form of settings by dotted names."""
     tree: dict[str, Any] = {}
     for dotted, value in table.items():
@@ -51,27 +51,27 @@ def _renewed(table: Mapping[str, object]) -> dict[str, Any]:
         for section in sections:
             inner = inner.setdefault(section, {})
         inner[name] = value
-    renew_names(tree)
+    rename_settings(tree)
     turn_off(tree)
     return flattened(tree)
 
 
 def _optional(section: type[Section] = Config, path: str = "") -> dict[str, type[Section]]:
     """Return the sections that may be null, by dotted names."""
-    found: dict[str, type[Section]] = {}
+    sections: dict[str, type[Section]] = {}
     for name, target in section.model_fields.items():
         if (inner := section_of(target)) is None:
             continue
         if is_optional(target):
-            found[f"{path}{name}"] = inner
-        found |= _optional(inner, f"{path}{name}.")
-    return found
+            sections[f"{path}{name}"] = inner
+        sections |= _optional(inner, f"{path}{name}.")
+    return sections
 
 
 def _defaults() -> dict[str, Any]:
     """Return the defaults of all settings by dotted names, of those in null sections, too."""
-    found = flattened(Config().model_dump(mode="json"))
+    defaults = flattened(Config().model_dump(mode="json"))
     for name, kind in _optional().items():
         inner = kind.model_construct().model_dump(mode="json")  # without what has no default
-        found |= flattened(inner, f"{name}.")
-    return found
+        defaults |= flattened(inner, f"{name}.")
+    return defaults

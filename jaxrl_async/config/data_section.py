@@ -89,13 +89,13 @@ class DataSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_one_source(cls, given: object) -> Any:
+    def _without_unused_source(cls, settings: object) -> Any:
         """Leave the embedded task out where records are given and the task is not mentioned."""
-        if not isinstance(given, Mapping) or "addition" in given:
-            return given
-        jsonl = given.get("jsonl")
+        if not isinstance(settings, Mapping) or "addition" in settings:
+            return settings
+        jsonl = settings.get("jsonl")
         path = jsonl.get("path") if isinstance(jsonl, Mapping) else getattr(jsonl, "path", None)
-        return {**given, "addition": None} if path else given
+        return {**settings, "addition": None} if path else settings
 
     @property
     def problems(self) -> AdditionSection | None:

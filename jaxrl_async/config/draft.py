@@ -32,16 +32,16 @@ Tree = dict[str, Any]
 
 @dataclass
 class Draft:
-    """A configuration while it is loaded: the raw tree, the places of its keys, its problems."""
+    """A configuration while it is loaded: the raw tree, the lines of its keys, its problems."""
 
     file: str
     tree: Tree = field(default_factory=dict)
     lines: dict[KeyPath, int] = field(default_factory=dict)  # line of each key in the file, from 1
     overridden: set[KeyPath] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
-    told: set[str] = field(default_factory=set)  # warnings that were logged
-    # settings of sections that a former switch made null, for a later place that has the section
-    aside: dict[KeyPath, Tree] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)  # warnings that were logged
+    # settings of sections that a former switch made null, for a later source that has the section
+    switched_off: dict[KeyPath, Tree] = field(default_factory=dict)
 
     def where(self, path: KeyPath) -> str:
         """Return where a key was set: on the command line, or in which line of the file."""
@@ -56,10 +56,10 @@ class Draft:
         """Return the longest key path that was set and that a sentence begins with; (): none. Names
         in it may have dots and hyphens."""
         paths = [path for path in (*self.lines, *self.overridden) if path]
-        begun = (p for p in paths if re.match(re.escape(".".join(p)) + r"(?![\w-])", sentence))
-        return max(begun, key=len, default=())
+        matching = (p for p in paths if re.match(re.escape(".".join(p)) + r"(?![\w-])", sentence))
+        return max(matching, key=len, default=())
 
-    def complain(self, path: KeyPath, sentence: str) -> None:
+    def add_problem(self, path: KeyPath, sentence: str) -> None:
         """Add a problem with the key at `path`; (): with the one that the sentence begins with."""
         self.problems.append(f"{self.where(path or self._path_of(sentence))}: {sentence}")
 
@@ -104,10 +104,10 @@ def parse_yaml(text: str, where: str, draft: Draft | None = None) -> Any:
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         hint = " Indent with spaces." if "'\\t'" in str(error.problem) else ""
         raise ConfigError(
-            f"{where}{place}: not valid YAML: {error.problem or error.context}.{hint}"
+            f"{where}{position}: not valid YAML: {error.problem or error.context}.{hint}"
         ) from None
     except ConfigError:
         raise

@@ -27,14 +27,14 @@ def an_engine_has_devices_of_its_own(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def an_engine_does_what_is_asked(config: Config) -> Iterator[str]:
+def an_engine_supports_the_settings(config: Config) -> Iterator[str]:
     """Refuse what only our own sampler does or gives, and weights that an engine cannot read."""
     engine, model, algorithm = config.sampler.engine, config.model, config.algorithm
     transfer = config.remote_settings.transfer
     if engine == "native":
         return
     keeps = config.keeps_masks or algorithm.keep_sampling_mask
-    asked = (
+    required = (
         (
             model.decoder is not None,
             f"model.decoder={model.decoder} needs a sampler that runs your own layers",
@@ -72,7 +72,7 @@ def an_engine_does_what_is_asked(config: Config) -> Iterator[str]:
             "Set the number of concurrent requests of a server",
         ),
     )
-    for _, needs, remedy in (one for one in asked if one[0]):
+    for _, needs, remedy in (need for need in required if need[0]):
         yield (
             f"{needs}, which sampler.engine={engine} does not have. {remedy}, or set "
             "sampler.engine=native."
@@ -99,7 +99,7 @@ def an_engines_tokens_are_corrected(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def jetstream_draws_in_one_way(config: Config) -> Iterator[str]:
+def jetstream_samples_in_one_way(config: Config) -> Iterator[str]:
     """Refuse features that JetStream's interface lacks: it takes prompts, and gives tokens."""
     sampler, algorithm = config.sampler, config.algorithm
     if sampler.engine != "jetstream":

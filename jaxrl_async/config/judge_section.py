@@ -101,9 +101,9 @@ class JudgeSection(Section):
     @check
     def a_judges_call_keeps_its_form(self) -> Iterator[str]:
         """Refuse extra fields of a call that other settings decide or that change its format."""
-        if taken := [name for name in OWN_FIELDS if name in self.extra]:
+        if reserved := [name for name in OWN_FIELDS if name in self.extra]:
             yield (
-                f"reward.judge.extra has {', '.join(taken)}, which the other settings of "
+                f"reward.judge.extra has {', '.join(reserved)}, which the other settings of "
                 "reward.judge decide. Leave it out of extra."
             )
 

@@ -61,7 +61,7 @@ def masked_sampling_compares_no_whole_distribution(config: Config) -> Iterator[s
 
 
 @rule(job="rl")
-def answers_are_drawn_at_random(config: Config) -> Iterator[str]:
+def answers_are_sampled_at_random(config: Config) -> Iterator[str]:
     """Require more than one token to sample from."""
     s = config.sampler
     if s.temperature == 0 or s.top_k == 1:
@@ -102,10 +102,10 @@ def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
         "pairs.loss": config.pairs is not None,
         "algorithm.dynamic_sampling": a.dynamic_sampling,
     }
-    what = next((what for what, is_so in comparing.items() if is_so), None)
-    if a.min_members == 1 < a.group_size and what is not None:
+    setting = next((setting for setting, compares in comparing.items() if compares), None)
+    if a.min_members == 1 < a.group_size and setting is not None:
         yield (
-            f"{what} compares the answers to one prompt, and algorithm.min_members=1 accepts a "
+            f"{setting} compares the answers to one prompt, and algorithm.min_members=1 accepts a "
             "group with one answer, which has no training signal. Set min_members to at least "
             "2."
         )
@@ -115,7 +115,7 @@ def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
 def tokens_have_different_advantages(config: Config) -> Iterator[str]:
     """Require tokens that differ for advantages that compare tokens.
 
-    All tokens are alike in an undiscounted answer that is rewarded as a whole.
+    All tokens are equal in an undiscounted answer that is rewarded as a whole.
     """
     a, name = config.algorithm, name_of(config.algorithm.advantage)
     kl_per_token = a.kl_coefficient and a.kl_in == "reward"
@@ -140,7 +140,7 @@ def tokens_have_different_advantages(config: Config) -> Iterator[str]:
 
 
 @rule(job="rl")
-def dynamic_sampling_selects_by_what_is_trained(config: Config) -> Iterator[str]:
+def dynamic_sampling_selects_by_trained_rewards(config: Config) -> Iterator[str]:
     """Require rewards in the loss if dynamic sampling selects groups by them."""
     dynamic = config.algorithm.dynamic_sampling
     if dynamic and not config.weighs_rewards:
@@ -151,7 +151,7 @@ def dynamic_sampling_selects_by_what_is_trained(config: Config) -> Iterator[str]
 
 
 @rule(job="rl")
-def worked_answers_are_trained_on_at_temperature_1(config: Config) -> Iterator[str]:
+def demonstrations_are_trained_at_temperature_1(config: Config) -> Iterator[str]:
     """Require temperature 1 with a supervised term in the loss."""
     temperature = config.sampler.temperature
     if config.algorithm.mixes and temperature != 1.0:
@@ -184,16 +184,16 @@ def teachers_are_those_of_the_source(config: Config) -> Iterator[str]:
 
 
 @rule()
-def a_named_teacher_has_one_place(config: Config) -> Iterator[str]:
+def a_named_teacher_has_one_source(config: Config) -> Iterator[str]:
     """Require exactly one of url, path and policy, on chips that this process has."""
-    for name, one in config.named_teachers.items():
-        if sum(place is not None for place in (one.url, one.path, one.policy)) != 1:
+    for name, teacher in config.named_teachers.items():
+        if sum(source is not None for source in (teacher.url, teacher.path, teacher.policy)) != 1:
             yield f"teachers.{name}: set exactly one of url, path and policy."
-        elif one.policy is not None and (one.policy.average is None) == (one.policy.every is None):
+        elif (own := teacher.policy) and (own.average is None) == (own.every is None):
             yield f"teachers.{name}.policy: set exactly one of average and every."
-        elif one.url is not None and one.model is None:
+        elif teacher.url is not None and teacher.model is None:
             yield f"teachers.{name}.url needs the name of the model there: set model next to it."
-        if one.chips == "sampler" and (config.mesh.remote or config.sampler.engine != "native"):
+        if teacher.chips == "sampler" and (config.mesh.remote or config.sampler.engine != "native"):
             yield (
                 f"teachers.{name}.chips=sampler computes in this process, and the sampler's chips "
                 f"belong to others (mesh.samplers_in={config.mesh.samplers_in}, "
@@ -206,7 +206,8 @@ def a_named_teacher_has_one_place(config: Config) -> Iterator[str]:
 def unmatched_tokens_are_those_of_one_tokenizer(config: Config) -> Iterator[str]:
     """Require one other tokenizer whose tokens the policy may lack, if these are compared."""
     weight = 0.0 if config.teacher is None else config.teacher.unmatched_weight
-    others = {one.tokenizer for one in config.distilling.values() if one.tokenizer is not None}
+    tokenizers = {teacher.tokenizer for teacher in config.distilling.values()}
+    others = {name for name in tokenizers if name is not None}
     if weight and not others:
         yield (
             f"teacher.unmatched_weight ({weight:g}) has no effect without a teacher with another "
@@ -227,22 +228,22 @@ def a_teacher_can_be_the_reference(config: Config) -> Iterator[str]:
     if section.teacher is None:
         return
     where = f"reference.teacher={section.teacher}"
-    one = config.named_teachers.get(section.teacher)
-    if one is None:
+    teacher = config.named_teachers.get(section.teacher)
+    if teacher is None:
         names = ", ".join(config.named_teachers) or "none"
         yield f"{where} is not in teachers ({names}). Correct the name, or add it there."
         return
-    if not one.is_asked:
+    if not teacher.is_queried:
         yield (
             f"{where} computes on the trainer's chips. Give its path as reference.path, or set "
             f"teachers.{section.teacher}.chips=sampler."
         )
-    if given := [name for name in ("path", "refresh_every", "ema") if section.is_set(name)]:
-        yield f"{where} stays as it is: reference.{given[0]} has no effect. Leave one of them out."
-    if given := [name for name in ("context", "tokenizer", "weight") if one.is_set(name)]:
+    if unused := [name for name in ("path", "refresh_every", "ema") if section.is_set(name)]:
+        yield f"{where} stays as it is: reference.{unused[0]} has no effect. Leave one of them out."
+    if unused := [name for name in ("context", "tokenizer", "weight") if teacher.is_set(name)]:
         yield (
             f"{where} is compared with the policy token by token: "
-            f"teachers.{section.teacher}.{given[0]} has no effect. Leave it out."
+            f"teachers.{section.teacher}.{unused[0]} has no effect. Leave it out."
         )
     if config.algorithm.has_whole_kl:
         yield (
@@ -262,7 +263,8 @@ def a_teacher_can_be_the_reference(config: Config) -> Iterator[str]:
 def servers_give_what_the_loss_compares(config: Config) -> Iterator[str]:
     """Require a loss over some of the likeliest tokens, at the temperature of the servers."""
     teacher = config.teacher
-    served = {name: one for name, one in config.named_teachers.items() if one.url is not None}
+    teachers = config.named_teachers
+    served = {name: server for name, server in teachers.items() if server.url is not None}
     if teacher is not None and teacher.source != "teachers":
         teacher = None
     if teacher is not None and teacher.form == "loss" and not teacher.top_k:
@@ -281,9 +283,9 @@ def servers_give_what_the_loss_compares(config: Config) -> Iterator[str]:
             f"sampler.temperature is {config.sampler.temperature:g}: the two distributions would "
             "differ even between equal models. Set sampler.temperature=1."
         )
-    for name, one in served.items():
+    for name, server in served.items():
         compared = name in config.distilling and teacher is not None and teacher.form == "loss"
-        if one.protocol == "echo" and compared:
+        if server.protocol == "echo" and compared:
             yield (
                 f"teachers.{name}.protocol=echo gives no token ids of likely tokens, which "
                 "teacher.form=loss compares. Set protocol=completions, or teacher.form=advantage."

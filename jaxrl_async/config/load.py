@@ -2,8 +2,8 @@
 
     text --yaml--> tree + line of each key --overrides--> tree --known keys, types, rules--> Config
 
-A problem names its place (file and line, or command line), the key path, the value, and the allowed
-values. Needs no JAX.
+A problem names its source (file and line, or command line), the key path, the value, and the
+allowed values. Needs no JAX.
 """
 
 import importlib
@@ -30,18 +30,18 @@ from jaxrl_async.config.draft import (
     read_draft,
     shown,
 )
-from jaxrl_async.config.former import (
+from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
+from jaxrl_async.config.renamed_settings import (
     NAMES,
     REPLACED,
-    SWITCHED,
+    SWITCHED_SECTIONS,
     VALUES,
-    Replaced,
-    now_of,
-    renew_names,
+    ReplacedSetting,
+    current_name,
+    rename_settings,
     turn_off,
     turns_off,
 )
-from jaxrl_async.config.recipes import PREFIX, recipe_file, with_own_paths
 from jaxrl_async.config.rules import RULES
 from jaxrl_async.config.schema import RUN_NAME, Config
 from jaxrl_async.config.section import MAX_WHOLE, Section
@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 MAX_PROBLEMS = 20
 """Maximum number of problems reported for one configuration."""
 MAX_FORMER = 4
-"""Maximum number of former names in one place that are each logged."""
+"""Maximum number of former names in one source that are each logged."""
 
 
 RESTARTED = ("run.resume_or_start=true", "run.overwrite=false")
@@ -98,21 +98,21 @@ def load(
         overrides: see above.
         where: name of mappings in messages.
     """
-    config = load_with_aside(source, overrides, {}, where=where)
-    return config if config.runs else _with_what_is_read(config)
+    config = load_to_change(source, overrides, {}, where=where)
+    return config if config.runs else _without_unread(config)
 
 
-def load_with_aside(
+def load_to_change(
     source: str | Path | Mapping[str, object],
     overrides: Sequence[str],
-    aside: dict[KeyPath, Tree],
+    switched_off: dict[KeyPath, Tree],
     *,
     where: str = "settings",
 ) -> Config:
     """Load a configuration whose settings will be changed; otherwise as `load`.
 
-    The settings of sections that a former switch made null are put into `aside`; sections that
-    nothing reads yet are kept, without a warning.
+    The settings of sections that a former switch made null are put into `switched_off`; sections
+    that nothing reads yet are kept, without a warning.
     """
     if isinstance(source, Mapping):
         draft = Draft(file=where, tree=_plain_copy(source))
@@ -121,21 +121,21 @@ def load_with_aside(
         draft.tree = with_own_paths(draft.tree)
     else:
         draft = read_draft(Path(source))
-    given, of_runs = draft.tree.pop("runs", None), []
-    _renew_names(draft)
-    aside |= deepcopy(draft.aside)
+    runs, run_overrides = draft.tree.pop("runs", None), []
+    _rename_settings(draft)
+    switched_off |= deepcopy(draft.switched_off)
     for text in overrides:
         if text.strip().startswith(("runs.", "runs=")):
-            of_runs.append(text)
+            run_overrides.append(text)
         else:
             _apply(draft, text)
     config = _checked(draft)
-    if given not in (None, {}) or of_runs:
-        return _of_several(draft, config, given, of_runs)
+    if runs not in (None, {}) or run_overrides:
+        return _several_runs(draft, config, runs, run_overrides)
     return config
 
 
-def _with_what_is_read(config: Config, where: str = "") -> Config:
+def _without_unread(config: Config, where: str = "") -> Config:
     """Return a configuration without the sections that nothing reads, and log its settings without
     an effect; `where` precedes them."""
     for warning in warnings_of_unused(config):
@@ -148,42 +148,42 @@ def _checked(draft: Draft) -> Config:
     problems."""
     draft = replace(draft, tree=_plain_copy(draft.tree))  # without sections that are turned off
     if draft.tree.get("task") is not None and draft.tree.get("endpoint") is None:
-        _bring_back(draft, {"endpoint": {}})  # for the task's program, which needs no switch
+        _restore_sections(draft, {"endpoint": {}})  # for the task's program, which needs no switch
     replaced = turn_off(draft.tree)
     known = _keep_known(draft, draft.tree, Config, ())
     try:
         config = Config.model_validate(known)
     except ValidationError as error:
-        _tell(draft, replaced)
+        _log_replaced(draft, replaced)
         draft.problems.extend(_translate(draft, error))
-        _complain_of_whole_sections(draft, known, error)
+        _check_other_sections(draft, known, error)
     else:
         for name, needs in sections_of_defaults(config).items():
             if needs is not None and not draft.problems:
-                told = f"{name}, which nothing reads without {needs}, is now written {name}=null"
-                replaced.append(Replaced(name, name, told))
+                warning = f"{name}, which nothing reads without {needs}, is now written {name}=null"
+                replaced.append(ReplacedSetting(name, name, warning))
             config = config.model_copy(update={name: None})
-        _tell(draft, replaced)
+        _log_replaced(draft, replaced)
         for violation in RULES.violations(config):
-            draft.complain(violation.section, violation.sentence)
+            draft.add_problem(violation.section, violation.sentence)
         if not draft.problems:
             return config
     raise ConfigError(_listed(list(dict.fromkeys(draft.problems))))
 
 
-def _renew_names(draft: Draft) -> None:
+def _rename_settings(draft: Draft) -> None:
     """Write former names and values in a draft as they are now."""
-    before = {path: deepcopy(_at(draft.tree, path)) for path in SWITCHED}
-    replaced = renew_names(draft.tree)
+    before = {path: deepcopy(_at(draft.tree, path)) for path in SWITCHED_SECTIONS}
+    replaced = rename_settings(draft.tree)
     for path, settings in before.items():
         if isinstance(settings, dict) and _at(draft.tree, path) is None:
             switch = {name.rpartition(".")[2] for name in REPLACED}
-            draft.aside[path] = {k: v for k, v in settings.items() if k not in switch}
-    _tell(draft, replaced)
-    for one in replaced:
-        written = tuple(one.written.split("."))
+            draft.switched_off[path] = {k: v for k, v in settings.items() if k not in switch}
+    _log_replaced(draft, replaced)
+    for setting in replaced:
+        written = tuple(setting.written.split("."))
         if written in draft.lines:
-            draft.lines.setdefault(tuple(one.now.split(".")), draft.lines[written])
+            draft.lines.setdefault(tuple(setting.current.split(".")), draft.lines[written])
 
 
 def _at(tree: object, path: KeyPath) -> Any:
@@ -193,56 +193,58 @@ def _at(tree: object, path: KeyPath) -> Any:
     return tree
 
 
-def _bring_back(draft: Draft, settings: Tree) -> None:
+def _restore_sections(draft: Draft, settings: Tree) -> None:
     """Before these settings are written into a draft: give each section that a former switch made
     null, and that they have, the settings that it had."""
-    for path in [path for path in draft.aside if isinstance(_at(settings, path), dict)]:
+    for path in [path for path in draft.switched_off if isinstance(_at(settings, path), dict)]:
         outer = _at(draft.tree, path[:-1])
         if isinstance(outer, dict) and outer.get(path[-1]) is None:
-            outer[path[-1]] = deepcopy(draft.aside[path])
+            outer[path[-1]] = deepcopy(draft.switched_off[path])
 
 
-def _tell(draft: Draft, replaced: Iterable[Replaced]) -> None:
+def _log_replaced(draft: Draft, replaced: Iterable[ReplacedSetting]) -> None:
     """Log former ways to write settings, each once; of many, as a run of 0.3 has, the first."""
-    new = [one for one in replaced if one.told not in draft.told]
-    draft.told |= {one.told for one in new}
-    for one in new[: 1 if len(new) > MAX_FORMER else None]:
-        log.warning("%s: %s", draft.where(tuple(one.written.split("."))), one.told)
+    new = [setting for setting in replaced if setting.warning not in draft.warned]
+    draft.warned |= {setting.warning for setting in new}
+    for setting in new[: 1 if len(new) > MAX_FORMER else None]:
+        log.warning("%s: %s", draft.where(tuple(setting.written.split("."))), setting.warning)
     if len(new) > MAX_FORMER:
         log.warning("and %d more; --print-config prints how all are written now", len(new) - 1)
 
 
-def _of_several(shared: Draft, config: Config, given: object, overrides: Sequence[str]) -> Config:
+def _several_runs(
+    shared: Draft, config: Config, listed: object, overrides: Sequence[str]
+) -> Config:
     """Return the configuration of several runs, each as its differences from the shared one. Raises
     ConfigError.
 
     Args:
         shared: all settings except `runs`.
         config: made from it.
-        given: the setting `runs`: settings, or a file of them, by name.
+        listed: the setting `runs`: settings, or a file of them, by name.
         overrides: overrides of runs.NAME.
     """
-    if not given or not isinstance(given, dict) or any(type(name) is not str for name in given):
-        told = f"runs = {shown(given)} must be {{name: settings or a file}}; write it in the file."
-        shared.complain(("runs",), told)
+    if not listed or not isinstance(listed, dict) or any(type(name) is not str for name in listed):
+        text = f"runs = {shown(listed)} must be {{name: settings or a file}}; write it in the file."
+        shared.add_problem(("runs",), text)
         raise ConfigError(_listed(shared.problems))
     config, runs = without_unread_sections(config), dict[str, Any]()
-    of_runs = [(text, _run_of(text, given)) for text in overrides]
-    for name, own in given.items():
-        draft = _of_one(shared, name, own)
-        for text in (text.strip() for text, run in of_runs if run == name):
+    by_run = [(text, _run_of(text, listed)) for text in overrides]
+    for name, own in listed.items():
+        draft = _draft_of_run(shared, name, own)
+        for text in (text.strip() for text, run in by_run if run == name):
             _apply(draft, text.removeprefix(f"runs.{name}."))
         try:
             alone = _checked(draft)
         except ConfigError as error:
             raise ConfigError(f"runs.{name}: {error}") from None
-        alone = _with_what_is_read(alone, f"runs.{name}: ")
+        alone = _without_unread(alone, f"runs.{name}: ")
         runs[name] = differences(config.model_dump(), alone.model_dump())
-    for text, run in of_runs:
+    for text, run in by_run:
         if run is None:
             shared.problems.append(
                 f"{COMMAND_LINE}: {shown(text)}: no run has this name. Write runs.NAME.SECTION.KEY="
-                f"VALUE, of {', '.join(given)}."
+                f"VALUE, of {', '.join(listed)}."
             )
     return _checked_several(shared, config, runs)
 
@@ -251,49 +253,49 @@ def _run_of(override: str, names: Iterable[str]) -> str | None:
     """Return the run of an override runs.NAME.SECTION.KEY=VALUE; names may contain dots. None: no
     run has this name."""
     key = override.strip().partition("=")[0]
-    found = (name for name in names if key.startswith(f"runs.{name}."))
-    return max(found, key=len, default=None)
+    matching = (name for name in names if key.startswith(f"runs.{name}."))
+    return max(matching, key=len, default=None)
 
 
 def _checked_several(shared: Draft, config: Config, runs: Tree) -> Config:
     """Return the configuration with its runs. Raises ConfigError."""
     for name in runs:
         if not re.fullmatch(RUN_NAME, name):
-            told = f"runs: {shown(name)} cannot name a run; a name must be like {RUN_NAME}."
-            shared.complain(("runs",), told)
+            text = f"runs: {shown(name)} cannot name a run; a name must be like {RUN_NAME}."
+            shared.add_problem(("runs",), text)
     if not shared.problems:
         several = Config.model_validate({**config.model_dump(), "runs": runs})
         for violation in RULES.violations(several):
-            shared.complain(violation.section, violation.sentence)
+            shared.add_problem(violation.section, violation.sentence)
         if not shared.problems:
             return several
     raise ConfigError(_listed(shared.problems))
 
 
-def _of_one(shared: Draft, name: str, own: object) -> Draft:
+def _draft_of_run(shared: Draft, name: str, own: object) -> Draft:
     """Return the draft of one of several runs: its own settings merged into the shared ones. Raises
     ConfigError."""
     if isinstance(own, str):
         draft, lines = read_draft(Path(own)), dict[KeyPath, int]()
     elif not isinstance(own, dict):
-        shared.complain(
+        shared.add_problem(
             ("runs", name), f"runs.{name} = {shown(own)} must be settings by section, or a file."
         )
         raise ConfigError(_listed(shared.problems))
     else:
-        in_runs, lines = ("runs", name), shared.lines
-        own_lines = {path[2:]: line for path, line in lines.items() if path[:2] == in_runs}
+        prefix, lines = ("runs", name), shared.lines
+        own_lines = {path[2:]: line for path, line in lines.items() if path[:2] == prefix}
         draft = Draft(file=shared.file, tree=_plain_copy(own), lines=own_lines)
-    _renew_names(draft)
+    _rename_settings(draft)
     base = replace(shared, tree=deepcopy(shared.tree))
-    _bring_back(base, draft.tree)
+    _restore_sections(base, draft.tree)
     return Draft(
         file=draft.file,
         tree=merged(base.tree, draft.tree),
         lines={**lines, **{path: line for path, line in draft.lines.items() if path}},
         overridden=shared.overridden - draft.lines.keys(),
-        told=shared.told,
-        aside=shared.aside | draft.aside,
+        warned=shared.warned,
+        switched_off=shared.switched_off | draft.switched_off,
     )
 
 
@@ -305,7 +307,7 @@ def _plain_copy(tree: Mapping[str, object]) -> Tree:
     }
 
 
-def _complain_of_whole_sections(draft: Draft, known: Tree, error: ValidationError) -> None:
+def _check_other_sections(draft: Draft, known: Tree, error: ValidationError) -> None:
     """Add the broken rules of single sections if fields of other sections are wrong."""
     wrong = {str(detail["loc"][0]) for detail in error.errors() if detail["loc"]}
     try:
@@ -315,7 +317,7 @@ def _complain_of_whole_sections(draft: Draft, known: Tree, error: ValidationErro
     for violation in RULES.violations(config):
         section = violation.section
         if section and section[0] not in wrong:
-            draft.complain(section, violation.sentence)
+            draft.add_problem(section, violation.sentence)
 
 
 def _listed(problems: list[str]) -> str:
@@ -355,12 +357,12 @@ def _apply(draft: Draft, text: str) -> None:
         )
         return
     target = field_at(tuple(NAMES.get(name, name).split(".")))
-    if target is None and not is_below_choice(path) and now_of(name) is None:
+    if target is None and not is_below_choice(path) and current_name(name) is None:
         draft.overridden.add(path)
         if is_in_named(path):
-            draft.complain(path, _unknown_in(path, field_at(path[:-1])))
+            draft.add_problem(path, _unknown_in(path, field_at(path[:-1])))
         else:
-            draft.complain(path, unknown_setting(path, _value_of_unknown(raw), draft.tree))
+            draft.add_problem(path, unknown_setting(path, _value_of_unknown(raw), draft.tree))
         return
     try:
         value = _override_value(raw.strip(), target, name)
@@ -370,32 +372,31 @@ def _apply(draft: Draft, text: str) -> None:
     tree = value
     for key in reversed(path):
         tree = {key: tree}
-    if not (is_section(target) or now_of(name) or name in VALUES):
-        _bring_back(draft, tree)
+    if not (is_section(target) or current_name(name) or name in VALUES):
+        _restore_sections(draft, tree)
         _store(draft, path, value)
         return
-    _renew_names(own := Draft(file=COMMAND_LINE, tree=tree))
-    _bring_back(draft, own.tree)
+    _rename_settings(own := Draft(file=COMMAND_LINE, tree=tree))
+    _restore_sections(draft, own.tree)
     _store_section(draft, own.tree, (), path)
 
 
-def _store_section(draft: Draft, settings: Tree, path: KeyPath, given: KeyPath) -> None:
+def _store_section(draft: Draft, settings: Tree, path: KeyPath, override_path: KeyPath) -> None:
     """Write settings of a section into the draft's tree; {} keeps the settings that are there.
 
-    given: the path of the override: it and the sections on the way to it are merged, and what is
-    deeper is replaced.
+    override_path: it and the sections on the way to it are merged, and what is deeper is replaced.
     """
     if path and not settings:
         _store(draft, path, {}, replaces=False)
     for key, value in settings.items():
-        here = (*path, str(key))
-        found = field_at(here)
-        named = isinstance(found, FieldInfo) and named_section(found) is not None
-        has_settings = (is_section(found) or named) and isinstance(value, dict)
-        if has_settings and (len(here) <= len(given) or not value):
-            _store_section(draft, value, here, given)
+        inner_path = (*path, str(key))
+        target = field_at(inner_path)
+        named = isinstance(target, FieldInfo) and named_section(target) is not None
+        has_settings = (is_section(target) or named) and isinstance(value, dict)
+        if has_settings and (len(inner_path) <= len(override_path) or not value):
+            _store_section(draft, value, inner_path, override_path)
         else:
-            _store(draft, here, value)
+            _store(draft, inner_path, value)
 
 
 def _store(draft: Draft, path: KeyPath, value: object, *, replaces: bool = True) -> None:
@@ -462,24 +463,24 @@ def _keep_known(
     for key, value in tree.items():
         if len(draft.problems) > MAX_PROBLEMS:
             break
-        here = (*path, str(key))
+        inner_path = (*path, str(key))
         target = section.model_fields.get(key) if isinstance(key, str) else None
         if target is None:
-            draft.complain(here, unknown_setting(here, value, draft.tree))
+            draft.add_problem(inner_path, unknown_setting(inner_path, value, draft.tree))
             continue
         inner = section_of(target)
         if inner is not None and isinstance(value, dict):
-            known[key] = _keep_known(draft, value, inner, here)
+            known[key] = _keep_known(draft, value, inner, inner_path)
         elif inner is not None and not (value is None and is_optional(target)):
-            draft.complain(here, _no_section(here, value))
-        elif _wrong_at_sight(value, target):
-            draft.complain(here, _not_allowed(here, value, target))
+            draft.add_problem(inner_path, _not_a_section(inner_path, value))
+        elif _has_wrong_kind(value, target):
+            draft.add_problem(inner_path, _not_allowed(inner_path, value, target))
         else:
             known[key] = value
     return known
 
 
-def _wrong_at_sight(value: object, target: FieldInfo) -> bool:
+def _has_wrong_kind(value: object, target: FieldInfo) -> bool:
     """Return whether a value is of a kind that pydantic would accept but that is not allowed.
 
     Examples: true for 1, bytes or NUL for text, and huge integers.
@@ -504,20 +505,20 @@ def _is_encodable(text: str) -> bool:
 
 def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
     """Translate pydantic's errors into plain sentences, one per key."""
-    for one in error.errors(include_url=False):
-        whole = tuple(str(part) for part in one["loc"])
+    for detail in error.errors(include_url=False):
+        whole = tuple(str(part) for part in detail["loc"])
         path = known_prefix(whole)
         target = field_at(path)
         if isinstance(target, FieldInfo) and named_section(target) and len(whole) > len(path):
-            yield f"{draft.where(whole)}: {'.'.join(whole)}: {one['msg']}. Correct it."
-        elif one["type"] == "model_type":
-            yield f"{draft.where(path)}: {_no_section(path, one['input'])}"
-        elif one["type"] == "string_pattern_mismatch" and whole[-1] == "[key]":
-            like = f"a name must be like {one['ctx']['pattern']}"
+            yield f"{draft.where(whole)}: {'.'.join(whole)}: {detail['msg']}. Correct it."
+        elif detail["type"] == "model_type":
+            yield f"{draft.where(path)}: {_not_a_section(path, detail['input'])}"
+        elif detail["type"] == "string_pattern_mismatch" and whole[-1] == "[key]":
+            like = f"a name must be like {detail['ctx']['pattern']}"
             yield f"{draft.where(path)}: {path[0]}: {shown(path[-1])} cannot be a name; {like}."
-        elif one["type"] == "extra_forbidden" and len(whole) > len(path):
+        elif detail["type"] == "extra_forbidden" and len(whole) > len(path):
             yield f"{draft.where(whole)}: {_unknown_in(whole, target)}"
-        elif isinstance(target, FieldInfo) and one["type"] == "missing" and whole == path:
+        elif isinstance(target, FieldInfo) and detail["type"] == "missing" and whole == path:
             yield f"{draft.where(path)}: {_missing(path, target)}"
         elif isinstance(target, FieldInfo) and section_of(target) is None:
             value = draft.tree
@@ -525,10 +526,10 @@ def _translate(draft: Draft, error: ValidationError) -> Iterator[str]:
                 value = value[key]
             yield f"{draft.where(path)}: {_not_allowed(path, value, target)}"
         else:
-            yield f"{draft.where(path)}: {'.'.join(path) or 'the configuration'}: {one['msg']}."
+            yield f"{draft.where(path)}: {'.'.join(path) or 'the configuration'}: {detail['msg']}."
 
 
-def _no_section(path: KeyPath, value: object) -> str:
+def _not_a_section(path: KeyPath, value: object) -> str:
     """Return what is wrong with a value that is given as a section."""
     return f"{'.'.join(path)} = {shown(value)} must be a section: keys and values."
 
@@ -537,7 +538,7 @@ def _unknown_in(path: KeyPath, target: FieldInfo | None) -> str:
     """Return what is wrong with a key of a section that the user named, and what may be meant."""
     inner = None if target is None else section_of(target)
     known: dict[str, KeyPath] = {} if inner is None else {n: (n,) for n in inner.model_fields}
-    near = _most_alike(path[-1], known, 0.7)
+    near = _most_similar(path[-1], known, 0.7)
     hint = f"did you mean {'.'.join((*path[:-1], *near))}?" if near else "--help lists all keys."
     return f"{'.'.join(path)} is not a setting; {hint}"
 
@@ -558,24 +559,24 @@ def _not_allowed(path: KeyPath, value: object, target: FieldInfo) -> str:
 
 
 def unknown_setting(
-    path: KeyPath, value: object = NOT_GIVEN, given: Mapping[str, object] | None = None
+    path: KeyPath, value: object = NOT_GIVEN, settings: Mapping[str, object] | None = None
 ) -> str:
     """Return what is wrong with a setting that does not exist, and what may be meant.
 
     Args:
         path: its key path.
         value: its value, which is converted if another library has a setting of this name.
-        given: everything that is written, by section.
+        settings: everything that is written, by section.
     """
     hints = importlib.import_module("jaxrl_async.config.peers.peer_hints")  # only where it is wrong
     value = hints.NOT_GIVEN if value is NOT_GIVEN else value
     dotted = ".".join(path)
-    if hint := hints.peer_hint(dotted, value, given, whole_name=True):
+    if hint := hints.peer_hint(dotted, value, settings, whole_name=True):
         return f"{dotted} is not a setting; {hint}."
     path = path[: len(known_prefix(path)) + 1]
     has_namesake = any(known[-1] == path[-1] for known, _ in all_paths(Config, ()))
     near = _nearest(path) if has_namesake else []
-    if not near and (hint := hints.peer_hint(dotted, value, given)):
+    if not near and (hint := hints.peer_hint(dotted, value, settings)):
         return f"{dotted} is not a setting; {hint}."
     if hint := hints.usual_hint(dotted, value):
         others = [name for name in near if name not in hint]
@@ -601,16 +602,16 @@ def _nearest(path: KeyPath) -> list[str]:
     namesakes = sorted(c for c in known if c[-1] == name)
     if namesakes:
         return [".".join(c) for c in namesakes[:3]]
-    best = _most_alike(name, {c[-1]: c for c in siblings}, 0.7)
+    best = _most_similar(name, {c[-1]: c for c in siblings}, 0.7)
     if best is not None:
         return [".".join(best)]
-    best = _most_alike(
+    best = _most_similar(
         dotted, {".".join(c): c for c, is_section in known.items() if not is_section}, 0.8
     )
     return [".".join(best)] if best is not None else []
 
 
-def _most_alike(word: str, candidates: Mapping[str, KeyPath], least: float) -> KeyPath | None:
+def _most_similar(word: str, candidates: Mapping[str, KeyPath], least: float) -> KeyPath | None:
     """Return the candidate most similar to the word; None if difflib's ratio is below `least`."""
-    near = get_close_matches(word[:100], candidates, n=1, cutoff=least)
-    return candidates[near[0]] if near else None
+    matches = get_close_matches(word[:100], candidates, n=1, cutoff=least)
+    return candidates[matches[0]] if matches else None

@@ -66,11 +66,11 @@ class RewardSection(Section):
     def a_reward_function_takes_one_weight(self) -> Iterator[str]:
         """Require that a reward function has no argument but its weight, a finite number."""
         for choice in each_of(self.function):
-            given = arguments_of(choice)
-            if given.keys() - {"weight"} or not _is_number(given.get("weight", 1.0)):
+            arguments = arguments_of(choice)
+            if arguments.keys() - {"weight"} or not _is_number(arguments.get("weight", 1.0)):
                 yield (
                     f"reward.function: {name_of(choice)} takes one argument, weight, a number; "
-                    f"given {as_text(given)}. Correct it."
+                    f"given {as_text(arguments)}. Correct it."
                 )
 
     @check
@@ -87,11 +87,11 @@ class RewardSection(Section):
     def a_judge_judges_something(self) -> Iterator[str]:
         """Require process rewards for a judge that does not judge whole answers."""
         judge, process = self.judge, self.process
-        asked = None if process is None else process.function
-        if judge is not None and judge.weight == 0 and asked != "judge":
+        function = None if process is None else process.function
+        if judge is not None and judge.weight == 0 and function != "judge":
             yield (
                 "reward.judge.weight=0 uses the judge only for reward.process.function=judge, and "
-                f"that is {as_text(asked)}. Set it, or a weight, or reward.judge=null."
+                f"that is {as_text(function)}. Set it, or a weight, or reward.judge=null."
             )
 
     @check
@@ -135,7 +135,7 @@ EvalName = Annotated[str, Field(pattern=EVAL_NAME)]
 
 
 OF_OWN_DATA = ReadWith("data", switches=())
-WHERE_DRAWN = ReadWith("temperature", switches=())
+IF_SAMPLED = ReadWith("temperature", switches=())
 """Marks bounds that nothing reads at temperature 0, which always takes the likeliest token."""
 
 
@@ -163,9 +163,9 @@ class NamedEvalSection(Section):
     """Updates between two evaluations; 0: only at the start and at the end."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0: greedy, only for samples=1."""
-    top_p: Annotated[float, WHERE_DRAWN] = Field(1.0, gt=0, le=1)
+    top_p: Annotated[float, IF_SAMPLED] = Field(1.0, gt=0, le=1)
     """As sampler.top_p."""
-    top_k: Annotated[NonNegative, WHERE_DRAWN] = 0
+    top_k: Annotated[NonNegative, IF_SAMPLED] = 0
     """As sampler.top_k."""
     max_new_tokens: Positive | None = None
     """Maximum tokens of an answer; null: sampler.max_new_tokens, the limit."""

@@ -18,7 +18,7 @@ class ConfigRule:
     name: str
     section: tuple[str, ...]  # path of the section that the rule is about; (): several sections
     job: str | None  # the run.job that the rule is for; None: all
-    broken: Check
+    check: Check
 
 
 class Violation(NamedTuple):
@@ -61,9 +61,9 @@ class RuleBook(dict[str, ConfigRule]):
         return [
             *_broken_checks(config),
             *(
-                Violation(rule.name, rule.section, told)
+                Violation(rule.name, rule.section, sentence)
                 for rule in rules
-                for told in rule.broken(config)
+                for sentence in rule.check(config)
             ),
         ]
 
@@ -73,6 +73,6 @@ def _broken_checks(config: Config) -> Iterator[Violation]:
     for path, section in config.inner():
         if path.startswith("tasks."):
             continue
-        for name, broken in section.checks().items():
-            for told in broken(section):
-                yield Violation(name, tuple(path.split(".")), told)
+        for name, check in section.checks().items():
+            for sentence in check(section):
+                yield Violation(name, tuple(path.split(".")), sentence)

@@ -36,10 +36,10 @@ def a_replay_can_be_followed(config: Config) -> Iterator[str]:
     engine, oversample = config.sampler.engine, config.algorithm.oversample
     timed = {
         f"tasks.{name}.max_in_flight": (
-            one.max_in_flight is not None,
+            task.max_in_flight is not None,
             "which group starts when depends on time and is not recorded",
         )
-        for name, one in config.named_tasks.items()
+        for name, task in config.named_tasks.items()
     }
     obstacles = timed | {
         f"algorithm.oversample ({oversample})": (
@@ -54,8 +54,8 @@ def a_replay_can_be_followed(config: Config) -> Iterator[str]:
         f"sampler.engine={engine}": (engine == "jetstream", "its events are not recorded"),
         "run.resume": (config.run.resume, "a recording starts where its run did"),
     }
-    for setting, (is_so, why) in obstacles.items():
-        if is_so:
+    for setting, (applies, why) in obstacles.items():
+        if applies:
             yield f"run.replay_schedule cannot follow {setting}: {why}. Leave one of them out."
 
 
@@ -63,8 +63,8 @@ def a_replay_can_be_followed(config: Config) -> Iterator[str]:
 def colocated_slices_have_one_size(config: Config) -> Iterator[str]:
     """Require a colocated sampler to have as many devices as the trainer has in one process; the
     number of processes may only be known at the start."""
-    mesh, place = config.mesh, config.distributed
-    count = place.num_processes or (None if place.detect else 1)
+    mesh, processes = config.mesh, config.distributed
+    count = processes.num_processes or (None if processes.detect else 1)
     trainer, sampler = mesh.trainer.num_devices, mesh.sampler.num_devices
     if mesh.colocated and (trainer % sampler if count is None else trainer != count * sampler):
         each = "" if count == 1 else " in each process"
@@ -230,8 +230,8 @@ def _limits(c: Config) -> Iterator[UpperLimit]:
     why = "that ends the scoring of a group as a whole"
     if process is not None:
         yield UpperLimit("reward.process.max_age_s", process.max_age_s, *scores, why, below=True)
-    for name, one in c.named_teachers.items():
-        yield UpperLimit(f"teachers.{name}.max_wait_s", one.max_wait_s, *scores, why, below=True)
+    for name, named in c.named_teachers.items():
+        yield UpperLimit(f"teachers.{name}.max_wait_s", named.max_wait_s, *scores, why, below=True)
 
 
 def _limits_of_rl(c: Config) -> Iterator[UpperLimit]:
@@ -288,7 +288,7 @@ def context_devices_share_a_row_evenly(config: Config) -> Iterator[str]:
 
 
 @rule()
-def records_have_the_answers_asked_for(config: Config) -> Iterator[str]:
+def records_have_the_needed_answers(config: Config) -> Iterator[str]:
     """Require answers in the records if a setting needs them."""
     jsonl = config.data.record_fields
     of_file = config.data.records_path is not None and config.task is None
@@ -404,8 +404,8 @@ def shaping_by_length_can_act(config: Config) -> Iterator[str]:
     """Require that answers can reach the length at which a length shaping acts."""
     longest = config.sampler.max_new_tokens
     for choice in config.algorithm.shaping:
-        name, given = name_of(choice), arguments_of(choice)
-        most, cache = given.get("max_tokens"), given.get("cache_tokens", 0)
+        name, arguments = name_of(choice), arguments_of(choice)
+        most, cache = arguments.get("max_tokens"), arguments.get("cache_tokens", 0)
         if not isinstance(most, int) or not isinstance(cache, int):
             continue
         if name in ("soft_overlong", "overlong_filter") and most - cache >= longest:
@@ -430,18 +430,18 @@ def folders_that_are_written_are_on_this_machine(config: Config) -> Iterator[str
 
 
 @rule()
-def a_bucket_holds_all_that_a_run_goes_on_with(config: Config) -> Iterator[str]:
+def a_bucket_holds_all_that_a_resumed_run_needs(config: Config) -> Iterator[str]:
     """Refuse features that need more files of the run's folder than checkpoints on a bucket."""
     if config.checkpoint.dir is None:
         return
-    kept = {
+    unsaved = {
         "runs": bool(config.runs),
         "seats": bool(config.players),
         "warm_start.steps": config.warm_start.steps > 0,
         "model.lora without model.path": config.model.lora is not None
         and config.model.path is None,
     }
-    for setting in (name for name, is_set in kept.items() if is_set):
+    for setting in (name for name, is_set in unsaved.items() if is_set):
         yield (
             f"checkpoint.dir does not work with {setting}: to resume on another machine the run "
             "would need more than its checkpoints. Leave checkpoint.dir out: run.copy_to copies "
@@ -450,15 +450,15 @@ def a_bucket_holds_all_that_a_run_goes_on_with(config: Config) -> Iterator[str]:
 
 
 @rule()
-def a_copy_and_checkpoints_lie_apart(config: Config) -> Iterator[str]:
+def a_copy_and_checkpoints_are_separate(config: Config) -> Iterator[str]:
     """Refuse a copy of the run that holds the checkpoints on the bucket, or lies among them."""
-    places = (config.checkpoint.dir, config.run.copy_to)
-    first, second = (f"{'' if at is None else at.rstrip('/')}/{config.run.name}/" for at in places)
-    if None not in places and (first.startswith(second) or second.startswith(first)):
+    addresses = (config.checkpoint.dir, config.run.copy_to)
+    first, second = (f"{(a or '').rstrip('/')}/{config.run.name}/" for a in addresses)
+    if None not in addresses and (first.startswith(second) or second.startswith(first)):
         yield (
-            f"checkpoint.dir ({places[0]}) and run.copy_to ({places[1]}) lie in each other for "
-            f"run.name={config.run.name}: a copy that is fetched would bring all checkpoints. Give "
-            "them different addresses."
+            f"checkpoint.dir ({addresses[0]}) and run.copy_to ({addresses[1]}) lie in each other "
+            f"for run.name={config.run.name}: a copy that is fetched would bring all checkpoints. "
+            "Give them different addresses."
         )
 
 

@@ -78,8 +78,8 @@ class RunSection(Section):
         address = self.copy_to
         if address is None:
             return
-        scheme, found, rest = address.partition("://")
-        if not found or not rest or scheme in ("http", "https"):
+        scheme, separator, rest = address.partition("://")
+        if not separator or not rest or scheme in ("http", "https"):
             yield (
                 f"run.copy_to = {address!r} is not a writable address. Give one such as "
                 "gs://BUCKET/DIR or s3://BUCKET/DIR, or file:///DIR for a mounted folder."

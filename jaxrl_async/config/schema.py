@@ -1,7 +1,7 @@
 """The whole configuration: one frozen section per part, each in a file of its own, *_section.py.
 
-This is the door to all of them. A field's docstring is its help text (`--help`) and names its unit.
-What settings must keep to together is checked by config/rules.py. Needs no JAX.
+Other modules import them from here. A field's docstring is its help text (`--help`) and names its
+unit. What settings must keep to together is checked by config/rules.py. Needs no JAX.
 """
 
 from collections.abc import Mapping
@@ -214,7 +214,7 @@ class Config(Section):
         """Return the configuration of a run that trains only on one of the tasks."""
         own = self.named_tasks[name]
         data = DataSection() if own.data is None else own.data
-        shared = {one: getattr(self.data, one) for one in SHARED_DATA}
+        shared = {name: getattr(self.data, name) for name in SHARED_DATA}
         if data.system_prompt is None:
             shared["system_prompt"] = self.data.system_prompt
         return self.model_copy(
@@ -230,26 +230,26 @@ class Config(Section):
     @property
     def truncates(self) -> bool:
         """Whether top_k, top_p or min_p leave some tokens out, in any task."""
-        return any(one.sampler.truncates for one in self.by_task.values())
+        return any(config.sampler.truncates for config in self.by_task.values())
 
     @property
     def task_temperatures(self) -> tuple[float, ...]:
         """The temperature of each task, in their order, 1 where it is greedy; (): they have one."""
-        each = tuple(one.sampler.temperature or 1.0 for one in self.by_task.values())
+        each = tuple(config.sampler.temperature or 1.0 for config in self.by_task.values())
         return each if len(set(each)) > 1 else ()
 
     @property
     def temperature(self) -> float:
         """The temperature that all answers were sampled at; 1 if tasks have different ones."""
-        one = next(iter(self.by_task.values()))
-        return 1.0 if self.task_temperatures else one.sampler.temperature or 1.0
+        first = next(iter(self.by_task.values()))
+        return 1.0 if self.task_temperatures else first.sampler.temperature or 1.0
 
     @property
     def teacher_folders(self) -> dict[str, str]:
         """The directories of teachers that compute in this process, by setting."""
-        one = None if self.teacher is None else self.teacher.path
+        path = None if self.teacher is None else self.teacher.path
         named = {f"teachers.{name}.path": t.path for name, t in self.named_teachers.items()}
-        return {k: path for k, path in {"teacher.path": one, **named}.items() if path is not None}
+        return {k: path for k, path in {"teacher.path": path, **named}.items() if path is not None}
 
     @property
     def serving(self) -> EndpointSection:
@@ -322,9 +322,9 @@ class Config(Section):
     def keeps_masks(self) -> bool:
         """Whether sampling masks go with the tokens to the trainer; by default not where pairs are
         trained on, whose loss is of whole distributions and has no ratio."""
-        wanted = self.algorithm.keep_sampling_mask
-        wanted = self.pairs is None if wanted is None else wanted
-        return self.truncates and wanted
+        keeps = self.algorithm.keep_sampling_mask
+        keeps = self.pairs is None if keeps is None else keeps
+        return self.truncates and keeps
 
     @property
     def lowest_limit(self) -> int:

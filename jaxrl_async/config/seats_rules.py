@@ -24,13 +24,13 @@ def each_seat_is_filled_once(config: Config) -> Iterator[str]:
     for path, filling in fillings(config.players):
         ways = [
             name
-            for name, there in (
+            for name, present in (
                 ("policy", filling.policy),
                 ("model", filling.model is not None and filling.endpoint is None),
                 ("endpoint", filling.endpoint is not None),
                 ("older", filling.older is not None),
             )
-            if there
+            if present
         ]
         if len(ways) != 1:
             yield (
@@ -53,10 +53,10 @@ def an_endpoint_names_its_model(config: Config) -> Iterator[str]:
     for path, filling in fillings(config.players):
         if filling.endpoint is not None and filling.model is None:
             yield f"{path}.endpoint needs {path}.model, the model's name there. Set it."
-        if taken := [name for name in OWN_CALL_FIELDS if name in filling.extra]:
+        if reserved := [name for name in OWN_CALL_FIELDS if name in filling.extra]:
             yield (
-                f"{path}.extra has {', '.join(taken)}, which other settings of this player decide. "
-                "Leave it out of extra."
+                f"{path}.extra has {', '.join(reserved)}, which other settings of this player "
+                "decide. Leave it out of extra."
             )
 
 

@@ -60,14 +60,14 @@ class FillingSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_word(cls, given: object) -> Any:
+    def _from_word(cls, value: object) -> Any:
         """Accept the words `policy` and `initial`. Raises ValueError for another word."""
         words: Mapping[str, Any] = {"policy": {"policy": True}, INITIAL: {"model": INITIAL}}
-        if isinstance(given, str) and given not in words:
+        if isinstance(value, str) and value not in words:
             raise ValueError(
-                f"{given!r} must be policy, initial, or a mapping such as {{model: DIR}}"
+                f"{value!r} must be policy, initial, or a mapping such as {{model: DIR}}"
             )
-        return words[given] if isinstance(given, str) else given
+        return words[value] if isinstance(value, str) else value
 
 
 class WeightedFilling(FillingSection):

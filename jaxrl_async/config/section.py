@@ -80,15 +80,15 @@ class Section(BaseModel):
         their dotted paths."""
         yield path, self
         for name in type(self).model_fields:
-            value, here = getattr(self, name), f"{path}.{name}".lstrip(".")
-            found = {here: value}
+            value, inner = getattr(self, name), f"{path}.{name}".lstrip(".")
+            by_path = {inner: value}
             if isinstance(value, dict):
-                found = {f"{here}.{key}": one for key, one in value.items()}
+                by_path = {f"{inner}.{key}": item for key, item in value.items()}
             elif isinstance(value, list):
-                found = {f"{here}[{i}]": one for i, one in enumerate(value)}
-            for place, section in found.items():
+                by_path = {f"{inner}[{i}]": item for i, item in enumerate(value)}
+            for section_path, section in by_path.items():
                 if isinstance(section, Section):
-                    yield from section.inner(place)
+                    yield from section.inner(section_path)
 
     def unread(self, path: str) -> Iterator[Unread]:
         """Yield the settings without an effect, as another one of this section is not set so.
@@ -99,7 +99,7 @@ class Section(BaseModel):
             for mark in target.metadata:
                 if isinstance(mark, ReadWith) and self.is_set(name) and not self._is_read(mark):
                     fields = (mark.setting,) if mark.switches is None else mark.switches
-                    needs, key = mark.needs or self._needed(mark, path), f"{path}.{name}"
+                    needs, key = mark.needs or self._needs_text(mark, path), f"{path}.{name}"
                     off = self.given(fields, path)
                     yield Unread(key.lstrip("."), getattr(self, name), needs, off)
 
@@ -120,7 +120,7 @@ class Section(BaseModel):
         is_optional = target is not None and target.default is None
         return value is not None if is_optional else bool(value)
 
-    def _needed(self, mark: ReadWith, path: str) -> str:
+    def _needs_text(self, mark: ReadWith, path: str) -> str:
         """Return what gives a setting an effect: `staleness.when_too_old=drop`."""
         value, setting = getattr(self, mark.setting), f"{path}.{mark.setting}".lstrip(".")
         if mark.values:

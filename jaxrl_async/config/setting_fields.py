@@ -93,8 +93,8 @@ def is_text(kind: object) -> bool:
 def allowed_text(target: FieldInfo) -> str:
     """Describe type, range and choices in words: "a whole number >= 1 or null"."""
     if is_choice(target):
-        one = (Choice, Choice | None)
-        listed = ", or a list of these" * (target.annotation not in one)
+        single = (Choice, Choice | None)
+        listed = ", or a list of these" * (target.annotation not in single)
         null = ", or null" * may_be_null(target.annotation)
         return "a name or {name: {argument: value}}" + listed + null
     return _kind(target.annotation, target.metadata)
@@ -129,14 +129,14 @@ def _kind(kind: Any, limits: Sequence[Any]) -> str:
 
 def _range(limits: Sequence[Any]) -> list[str]:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
-    found = [
+    bounds = [
         f"{sign} {getattr(limit, name)}"
         for limit in limits
         for name, sign in signs.items()
         if getattr(limit, name, None) not in (None, MAX_WHOLE)  # which is not mentioned
     ]
     patterns = [f"like {limit.pattern}" for limit in limits if getattr(limit, "pattern", None)]
-    return [" and ".join(found)] * bool(found) + patterns
+    return [" and ".join(bounds)] * bool(bounds) + patterns
 
 
 def default_text(target: FieldInfo) -> str:

@@ -55,15 +55,15 @@ def differences(
 ) -> Settings:
     """Return the settings of `own` that differ: `merged` restores `own` from them. Both are
     complete (model_dump)."""
-    found: Settings = {}
+    different: Settings = {}
     for key, value in own.items():
         inner = _inner(section, key)
         before = shared[key]
         if inner is not None and before is not None and value is not None:
             value, before = differences(before, value, inner), {}
         if value != before:
-            found[key] = value
-    return found
+            different[key] = value
+    return different
 
 
 def folders_of(config: Config) -> dict[str, Path]:
@@ -76,8 +76,8 @@ def runs_of(config: Config) -> dict[str, Config]:
     """Return the configuration of each run by name, with DIR/NAME/OWN NAME as its folder. Raises
     pydantic's ValidationError for settings that have not been through `load`."""
     shared = config.model_dump(exclude={"runs"})
-    place = {"dir": str(Path(config.run.dir) / config.run.name), "overwrite": False}
+    folder = {"dir": str(Path(config.run.dir) / config.run.name), "overwrite": False}
     return {
-        name: Config.model_validate(merged(merged(shared, own), {"run": {**place, "name": name}}))
+        name: Config.model_validate(merged(merged(shared, own), {"run": {**folder, "name": name}}))
         for name, own in config.runs.items()
     }

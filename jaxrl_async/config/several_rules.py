@@ -56,8 +56,8 @@ def several_runs_can_be_one(config: Config) -> Iterator[str]:
         ),
         "seats": (bool(config.players), "a game has no players but the policy. Leave it out"),
     }
-    for setting, (is_so, why) in wrong.items():
-        if config.runs and is_so:
+    for setting, (applies, why) in wrong.items():
+        if config.runs and applies:
             yield (
                 f"runs: {setting} is not possible with several adapters in one run: {why}, or "
                 "start each run separately."

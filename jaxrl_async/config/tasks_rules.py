@@ -11,7 +11,7 @@ from jaxrl_async.staleness import capacity, memory_bound
 
 rule = RuleBook()
 
-OF_ONE_TASK = (
+SINGLE_TASK_SETTINGS = (
     *("addition", "jsonl", "max_prompt_tokens"),
     *("curriculum", "curriculum_pool", "curriculum_threshold"),
 )
@@ -19,7 +19,7 @@ OF_ONE_TASK = (
 
 
 @rule("tasks")
-def tasks_take_the_place_of_one(config: Config) -> Iterator[str]:
+def tasks_replace_the_single_task(config: Config) -> Iterator[str]:
     """Refuse settings of the only task next to several, and other jobs."""
     if config.tasks is None:
         return
@@ -38,10 +38,10 @@ def tasks_take_the_place_of_one(config: Config) -> Iterator[str]:
         yield (
             "task and tasks are both given. Move the task to tasks.NAME.task, or leave tasks out."
         )
-    given = [one for one in OF_ONE_TASK if config.data.is_set(one)]
-    if "addition" in given and config.data.addition is None:
-        given.remove("addition")
-    for name in given:
+    written = [key for key in SINGLE_TASK_SETTINGS if config.data.is_set(key)]
+    if "addition" in written and config.data.addition is None:
+        written.remove("addition")
+    for name in written:
         yield (
             f"data.{name} is of one task, and the run has several. Move it to "
             f"tasks.NAME.data.{name}, or leave tasks out."
@@ -51,7 +51,7 @@ def tasks_take_the_place_of_one(config: Config) -> Iterator[str]:
 
 
 @rule("tasks")
-def what_all_tasks_share_is_set_once(config: Config) -> Iterator[str]:
+def shared_settings_of_tasks_are_set_once(config: Config) -> Iterator[str]:
     """Refuse a task's own tokenizer and chat format, and models that would be loaded for each."""
     for name, own in config.named_tasks.items():
         for setting in SHARED_DATA:
@@ -72,7 +72,7 @@ def what_all_tasks_share_is_set_once(config: Config) -> Iterator[str]:
 
 @rule("tasks")
 def process_rewards_have_one_age(config: Config) -> Iterator[str]:
-    """Require one maximum age of process rewards: the trainer treats a step's groups alike."""
+    """Require one maximum age of process rewards, since a step's groups are treated equally."""
     ages = {
         f"tasks.{name}.reward.process.max_age": own.reward.process.max_age
         for name, own in config.by_task.items()
@@ -112,7 +112,7 @@ def each_setting_of_a_task_is_read(config: Config) -> Iterator[str]:
 
 
 @rule("tasks")
-def what_tasks_have_in_common_is_read_by_one(config: Config) -> Iterator[str]:
+def shared_settings_of_tasks_are_read_by_one(config: Config) -> Iterator[str]:
     """Require a task, or an evaluation of another task, that reads the run's env and reward."""
     tasks = config.named_tasks
     others = any(one.task not in tasks for one in config.named_evals.values())
@@ -133,7 +133,7 @@ def what_tasks_have_in_common_is_read_by_one(config: Config) -> Iterator[str]:
 
 
 @rule("tasks")
-def some_task_samples_as_the_sampler_says(config: Config) -> Iterator[str]:
+def some_task_has_the_samplers_settings(config: Config) -> Iterator[str]:
     """Require that a task reads the sampler's settings that tasks may set for themselves."""
     tasks = config.named_tasks.values()
     for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -164,7 +164,7 @@ def a_task_is_left_out_of_a_warm_start(config: Config) -> Iterator[str]:
 
 
 @rule("tasks")
-def a_step_is_filled_without_groups_that_no_one_waits_for(config: Config) -> Iterator[str]:
+def a_step_is_filled_by_tasks_that_the_trainer_waits_for(config: Config) -> Iterator[str]:
     """Require a limit for tasks that the trainer does not wait for, and room next to them."""
     lagging = {n: own for n, own in config.named_tasks.items() if not own.trainer_waits}
     for name, own in lagging.items():
@@ -173,17 +173,17 @@ def a_step_is_filled_without_groups_that_no_one_waits_for(config: Config) -> Ite
                 f"tasks.{name}.trainer_waits=false lets other groups overtake its own, which could "
                 f"take all places. Set tasks.{name}.max_in_flight."
             )
-    section, wanted = config.staleness, config.algorithm.groups_per_step
+    section, groups = config.staleness, config.algorithm.groups_per_step
     if section.when_too_old == "wait":
-        slots = capacity(section.max_staleness, wanted, section.lookahead, config.buffer.reuse)
+        slots = capacity(section.max_staleness, groups, section.lookahead, config.buffer.reuse)
         slots //= config.buffer.reuse
     else:
-        slots = memory_bound(section.max_staleness, wanted, section.overcommit)
+        slots = memory_bound(section.max_staleness, groups, section.overcommit)
     held = sum(own.max_in_flight or 0 for own in lagging.values())
-    if held and slots - held < wanted:
+    if held and slots - held < groups:
         yield (
             f"tasks with trainer_waits=false may hold {held} of {slots} groups (max_in_flight), "
-            f"and the others could not fill a step of {wanted}. Lower their max_in_flight, or "
+            f"and the others could not fill a step of {groups}. Lower their max_in_flight, or "
             "raise staleness.max_staleness."
         )
 
@@ -221,8 +221,8 @@ def tasks_of_different_temperatures_compare_tokens(config: Config) -> Iterator[s
 def teachers_on_samplers_compute_at_one_temperature(config: Config) -> Iterator[str]:
     """Refuse different temperatures with a teacher on the sampler's chips, which has one."""
     warm = sorted(set(config.task_temperatures))
-    for name, one in config.named_teachers.items():
-        if one.chips == "sampler" and warm:
+    for name, teacher in config.named_teachers.items():
+        if teacher.chips == "sampler" and warm:
             yield (
                 f"teachers.{name}.chips=sampler computes at one temperature, and the tasks sample "
                 f"at {', '.join(f'{t:g}' for t in warm)}: the two distributions would differ even "

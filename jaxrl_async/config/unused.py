@@ -15,16 +15,19 @@ from jaxrl_async.config.section import Section, Unread, as_text
 from jaxrl_async.config.several import section_of
 from jaxrl_async.config.userfile import is_own
 
-OF_RECORDS = ("sft", "preference", "reward_model")
+RECORD_JOBS = ("sft", "preference", "reward_model")
 """Jobs that train on records, each with a section of its name."""
-OF_ROLLOUTS = (
+ROLLOUT_SECTIONS = (
     *("pairs", "reference", "critic", "teacher", "teachers"),
     *("env", "seats", "evals", "priorities"),
 )
 """Sections of run.job=rl alone."""
 SECTIONS_OF_OTHER_JOBS: dict[str, tuple[str, ...]] = {
-    "rl": OF_RECORDS,
-    **{job: (*(other for other in OF_RECORDS if other != job), *OF_ROLLOUTS) for job in OF_RECORDS},
+    "rl": RECORD_JOBS,
+    **{
+        job: (*(other for other in RECORD_JOBS if other != job), *ROLLOUT_SECTIONS)
+        for job in RECORD_JOBS
+    },
 }
 """Sections without an effect, by run.job. The sections about rollouts (sampler, staleness, buffer,
 reward) are allowed: several jobs may share a configuration."""
@@ -36,10 +39,10 @@ SHARED_BY_JOBS = (
     "keep_routing",
 )
 """Settings of algorithm that are allowed for any job, too."""
-OF_SPLITS = ("path", "eval_path", "eval_size")
+SPLIT_SETTINGS = ("path", "eval_path", "eval_size")
 """Settings of data.jsonl that say where records are; the others say how they are read."""
-NOTHING = Section()
-"""Takes the place of a section that is null: none of its settings is set."""
+NULL_SECTION = Section()
+"""Stands for a section that is null: none of its settings is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +66,20 @@ class Unused:
 
 def unused_settings(config: Config) -> Unused:
     """Find the settings without an effect."""
-    found: dict[str, Unread] = {}
-    in_sections = (one for path, section in config.inner() for one in section.unread(path))
-    for one in (*_unread_with_others(config), *in_sections):
-        if one.key not in found or (one.off is None and found[one.key].off is not None):
-            found[one.key] = one
+    by_key: dict[str, Unread] = {}
+    in_sections = (setting for path, section in config.inner() for setting in section.unread(path))
+    for setting in (*_unread_with_others(config), *in_sections):
+        known = by_key.get(setting.key)
+        if known is None or (setting.off is None and known.off is not None):
+            by_key[setting.key] = setting
     unused = Unused([], {})
-    for key, value, needs, off in found.values():
-        told = key if isinstance(value, Section) else f"{key} ({_shown(value)})"
+    for key, value, needs, off in by_key.values():
+        text = key if isinstance(value, Section) else f"{key} ({_shown(value)})"
         if off is not None:
-            unused.turned_off.setdefault(off, []).append(told)
+            unused.turned_off.setdefault(off, []).append(text)
         else:
             unused.refused.append(
-                f"{told} has no effect without {needs}. Set that, or leave {key} out."
+                f"{text} has no effect without {needs}. Set that, or leave {key} out."
             )
     return unused
 
@@ -125,7 +129,7 @@ def unread_with_records(config: Config, task: str) -> list[str]:
     """Return a sentence for each data setting that a task with records makes ineffective."""
     keys = (*_keys("data.addition"), *_keys("data.jsonl"), "data.max_prompt_tokens")
     if config.warm_start.path is not None:  # which is read in the same way
-        keys = (*_keys("data.addition"), *(f"data.jsonl.{name}" for name in OF_SPLITS))
+        keys = (*_keys("data.addition"), *(f"data.jsonl.{name}" for name in SPLIT_SETTINGS))
     return [
         f"{key} ({as_text(_value(config, key))}) has no effect: the task {task} has its own "
         f"records. Leave {key} out."
@@ -149,13 +153,13 @@ def unread_of_task(config: Config, name: str) -> Iterator[str]:
 
 
 def _owner(config: Section, key: str) -> tuple[Section, str]:
-    """Return the section of a dotted key, NOTHING if it is null, and the key's last part."""
+    """Return the section of a dotted key, NULL_SECTION if it is null, and the key's last part."""
     *path, name = key.split(".")
     section: Any = config
     for part in path:
         section = getattr(section, part)
         if section is None:
-            return NOTHING, name
+            return NULL_SECTION, name
     return section, name
 
 
@@ -163,7 +167,7 @@ def _is_set(config: Section, key: str) -> bool:
     """Return whether a setting differs from its default; no setting of a null section does, and an
     empty table is as none."""
     section, name = _owner(config, key)
-    return section is not NOTHING and section.is_set(name) and getattr(section, name) != {}
+    return section is not NULL_SECTION and section.is_set(name) and getattr(section, name) != {}
 
 
 def _off(config: Config, switches: Iterable[str]) -> str | None:
@@ -198,11 +202,11 @@ def _uses(config: Config) -> Iterator[Use]:
     """Yield the settings that have an effect only under conditions, for run.job."""
     job = config.run.job
     for other in SECTIONS_OF_OTHER_JOBS[job]:
-        of_job = other if other in OF_RECORDS else "rl"
+        of_job = other if other in RECORD_JOBS else "rl"
         yield Use(_keys(other), lambda c: False, f"run.job={of_job}")
-    yield from OF_EVERY_JOB
+    yield from USES_OF_ALL_JOBS
     if job == "rl":
-        yield from (*OPTIONAL.values(), *OF_RL)
+        yield from (*OPTIONAL.values(), *USES_OF_RL)
 
 
 def _compares_some(config: Config) -> bool:
@@ -243,7 +247,7 @@ OPTIONAL = {
     ),
 }
 """Sections that are null by default, and have their defaults where they are read nevertheless."""
-OF_EVERY_JOB = (
+USES_OF_ALL_JOBS = (
     Use(
         (*_keys("algorithm", *SHARED_BY_JOBS), "trainer.share_prefixes"),
         lambda c: c.run.job == "rl",
@@ -277,7 +281,7 @@ OF_EVERY_JOB = (
 )
 
 
-OF_RL = (
+USES_OF_RL = (
     Use(
         _keys("env"),
         lambda c: c.has_task or c.serving.external_agents,

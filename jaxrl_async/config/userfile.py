@@ -13,15 +13,15 @@ LOADING = "JAXRL_ASYNC_LOADS_REWARDS"
 """Environment variable of a process that loads files only for the reward functions in them."""
 
 
-class LoadedSoFar(BaseException):
+class LoadingEnded(BaseException):
     """Ends the loading of a script at the point where it trains."""
 
 
 def end_loading() -> None:
-    """Raise LoadedSoFar in a process that loads a script only for its reward functions, which are
+    """Raise LoadingEnded in a process that loads a script only for its reward functions, which are
     defined by then. Called by functions that a script must not run again there."""
     if os.environ.get(LOADING):
-        raise LoadedSoFar
+        raise LoadingEnded
 
 
 def is_own(name: str) -> bool:
@@ -36,14 +36,14 @@ def load_function(name: str, where: str) -> Callable[..., Any]:
     return function
 
 
-def load_attribute(name: str, where: str, kind: str, fits: Callable[[Any], bool]) -> Any:
+def load_attribute(name: str, where: str, kind: str, accepts: Callable[[Any], bool]) -> Any:
     """Load FILE.py:NAME.
 
     Args:
         name: FILE.py:NAME.
         where: the setting, for messages.
         kind: expected kind, in words.
-        fits: returns whether an object is of that kind.
+        accepts: returns whether an object is of that kind.
 
     Raises ConfigError; its text begins with `where`.
     """
@@ -65,14 +65,15 @@ def load_attribute(name: str, where: str, kind: str, fits: Callable[[Any], bool]
             "it is run once, like an import."
         ) from error
     loaded = getattr(module, attribute, None)
-    if not fits(loaded):
-        known = [k for k, v in vars(module).items() if fits(v) and _is_made_in(module_name, v)]
+    if not accepts(loaded):
+        own = ((k, v) for k, v in vars(module).items() if _is_defined_in(module_name, v))
+        known = [name for name, value in own if accepts(value)]
         raise ConfigError(
             f"{where}: {path} has no {kind} {attribute} (it has: {', '.join(known) or 'none'})."
         )
     return loaded
 
 
-def _is_made_in(module: str, value: object) -> bool:
+def _is_defined_in(module: str, value: object) -> bool:
     """Return whether a module's attribute is defined in it, not imported."""
     return not callable(value) or getattr(value, "__module__", module) == module

@@ -39,7 +39,7 @@ from jaxrl_async.endpoint.sessions import (
     Sessions,
     call_in,
 )
-from jaxrl_async.errors import Away, Closed, RolloutError, RolloutTimeout, is_the_runs_own_end
+from jaxrl_async.errors import Closed, RolloutError, RolloutTimeout, Unavailable, is_run_ending
 from jaxrl_async.metrics.fault_counts import UnderWay
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Reply
@@ -48,7 +48,7 @@ from jaxrl_async.rollout.call_log import KeptAnswers
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.rollout.episode import SavedCalls
 from jaxrl_async.rollout.episode_assembly import NOTHING
-from jaxrl_async.shown_environment import is_the_runs, unseen, without_secrets
+from jaxrl_async.shown_environment import is_private, unseen, without_secrets
 from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.usercode import run_async
 from jaxrl_async.types import Completion, Episode, EpisodeLimits, IntArray, Message, Prompt, Score
@@ -247,7 +247,7 @@ class ProgramMember:
                 return await _await_on_user_loop(lambda: returned, session.label)
             return returned
         except BaseException as error:
-            if is_the_runs_own_end(error) or isinstance(error, Closed):
+            if is_run_ending(error) or isinstance(error, Closed):
                 raise
             programs.count("failed_programs", 1)
             kind = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
@@ -404,7 +404,7 @@ class ProgramCommand:
             raise RolloutError(
                 f"the program's command {words[0]!r} is not found or not executable. Give its path."
             )
-        if own := [name for name in shown if is_the_runs(name, secrets)]:
+        if own := [name for name in shown if is_private(name, secrets)]:
             raise RolloutError(
                 f"env.program_variables names {', '.join(own)}, which are reserved for the run. "
                 "Use a different variable for the program."
@@ -442,7 +442,7 @@ class ProgramCommand:
             await COMMANDS.end(command)
         text = tail.decode(errors="replace").strip()
         if code:
-            raise (Away if code == os.EX_TEMPFAIL else RolloutError)(
+            raise (Unavailable if code == os.EX_TEMPFAIL else RolloutError)(
                 f"{shlex.join(self._words)[:SHOWN]} ended with exit code {code}; the end of its "
                 f"output: {text[-SHOWN:] or 'nothing'}{self._hint()}"
             )

@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxrl_async.endpoint.sampling_request import fixed_shaping
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.metric import names_a_metric, part_name
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.rollout.call_log import Trace
@@ -24,6 +23,7 @@ from jaxrl_async.types import (
     SamplingParams,
     Score,
 )
+from jaxrl_async.user_arguments import as_json
 
 MAX_PARTS = 64
 """Maximum number of named components of a session's reward."""

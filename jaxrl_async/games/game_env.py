@@ -24,9 +24,8 @@ from jaxrl_async.errors import (
     RolloutError,
     RolloutTimeout,
     TextTooLong,
-    is_the_runs_own_end,
+    is_run_ending,
 )
-from jaxrl_async.lent import as_json
 from jaxrl_async.outages import ENVIRONMENT, time_limit
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Player, Reply
@@ -59,6 +58,7 @@ from jaxrl_async.types import (
     Score,
     StopReason,
 )
+from jaxrl_async.user_arguments import as_json
 
 log = logging.getLogger(__name__)
 
@@ -378,7 +378,7 @@ class GameMember:
             async with asyncio.timeout(CLOSE_S):
                 value_of(await self._chat.call(game.close), "close")
         except BaseException as error:
-            if is_the_runs_own_end(error) or isinstance(error, asyncio.CancelledError):
+            if is_run_ending(error) or isinstance(error, asyncio.CancelledError):
                 raise
             self._chat.count("failed_closes")
             why = f"it took more than {CLOSE_S:g} s" if isinstance(error, TimeoutError) else error

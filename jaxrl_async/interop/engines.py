@@ -219,7 +219,7 @@ def engine_settings(
 ) -> EngineSettings:
     """Return the settings of a run's servers."""
     section = config.sampler
-    assert section.slots is not None, "an_engine_does_what_is_asked"
+    assert section.slots is not None, "an_engine_supports_the_settings"
     return EngineSettings(
         run=secrets.token_hex(4),
         slots=section.slots,

@@ -103,7 +103,7 @@ def build_engine(
 ) -> Any:
     """Make an engine. Raises ConfigError if that fails, or if it cannot serve the run."""
     section = config.sampler
-    assert section.slots is not None, "an_engine_does_what_is_asked"
+    assert section.slots is not None, "an_engine_supports_the_settings"
     try:
         engine = make(
             policy,

@@ -17,9 +17,15 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jaxrl_async.config.judge_section import JudgeSection
-from jaxrl_async.errors import Away, GivenUp, RolloutError
+from jaxrl_async.errors import RetriesExhausted, RolloutError, Unavailable
 from jaxrl_async.judge.judge_cache import JudgeCache, Scores, question_key
-from jaxrl_async.judge.judge_client import JudgeBusy, JudgeClient, JudgeMisset, chat_call, key_in
+from jaxrl_async.judge.judge_client import (
+    BadJudgeEndpoint,
+    JudgeBusy,
+    JudgeClient,
+    chat_call,
+    key_in,
+)
 from jaxrl_async.judge.judge_prompt import (
     JudgedTask,
     JudgeQuestion,
@@ -83,7 +89,7 @@ class JudgeService:
     async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Scores | Unjudged]:
         """Return the scores of each question, or why it has none. Takes patience_s at most.
 
-        Raises JudgeMisset if the endpoint cannot serve any question.
+        Raises BadJudgeEndpoint if the endpoint cannot serve any question.
         """
 
         async def all_of_them() -> list[Scores | Unjudged]:
@@ -117,13 +123,13 @@ class JudgeService:
         try:
             async with asyncio.timeout_at(deadline):
                 scores = await self._ask(question, trouble)
-        except JudgeMisset:
+        except BadJudgeEndpoint:
             raise
         except TimeoutError:
             last = f"; the last attempt: {trouble[-1]}" if trouble else ""
-            unavailable = trouble and isinstance(trouble[-1], Away)
+            unavailable = trouble and isinstance(trouble[-1], Unavailable)
             return Unjudged(
-                (Away if unavailable else RolloutError)(
+                (Unavailable if unavailable else RolloutError)(
                     f"the judge gave no scores within {self._section.patience_s:g} s{last}. Raise "
                     "reward.judge.patience_s or concurrency, or use a faster judge."
                 )
@@ -238,11 +244,11 @@ class JudgeScorer:
                 if not isinstance(result, Unjudged):
                     rows.update(zip(batch, result, strict=True))
             failures[:] = [result for result in results if isinstance(result, Unjudged)]
-            outages = [result.reason for result in failures if isinstance(result.reason, Away)]
+            outages = [result.reason for result in failures if isinstance(result.reason, Unavailable)]
             if outages and (self._on_failure == "fail" or not rows):
                 raise outages[0]
 
-        with suppress(GivenUp):  # it was waited for long enough
+        with suppress(RetriesExhausted):  # it was waited for long enough
             await self._service.outages.until_answered(
                 self._service.name, ask_all, about=prompt.prompt_id
             )
@@ -265,7 +271,7 @@ class JudgeScorer:
         for _ in range(answers):
             self._count("judge_failures")
         if self._on_failure == "fail":
-            kind = GivenUp if isinstance(failure.reason, Away) else RolloutError
+            kind = RetriesExhausted if isinstance(failure.reason, Unavailable) else RolloutError
             raise kind(
                 f"prompt {prompt.prompt_id}: {answers} answers could not be judged: "
                 f"{failure.reason}"

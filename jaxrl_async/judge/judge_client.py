@@ -19,12 +19,12 @@ from typing import Any
 
 import httpx2
 
-from jaxrl_async.away import retry_after_s
 from jaxrl_async.config.judge_section import JudgeSection
 from jaxrl_async.config.seats_section import FillingSection
-from jaxrl_async.errors import Away, ConfigError, EndpointMisset, RolloutError
+from jaxrl_async.errors import BadEndpoint, ConfigError, RolloutError, Unavailable
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.tasks.usercode import start_async
+from jaxrl_async.unavailable import retry_after_s
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ WRONG_FOR_ALL = (401, 403, 404, 405)
 """Statuses that apply to every call."""
 
 
-class JudgeBusy(Away):
+class JudgeBusy(Unavailable):
     """The endpoint did not answer or is overloaded: the same call may succeed later."""
 
 
@@ -48,7 +48,7 @@ class JudgeRefusal(RolloutError):
     """The endpoint works but rejects this question."""
 
 
-class JudgeMisset(EndpointMisset):
+class BadJudgeEndpoint(BadEndpoint):
     """The endpoint cannot serve any question: its address, key or model is wrong."""
 
 
@@ -125,7 +125,7 @@ class JsonClient:
                 start_async(self.close).result(CLOSE_S)
 
     async def post(self, url: str, body: Mapping[str, object], advice: str) -> bytes:
-        """Send a body; return the reply. Raises JudgeBusy, JudgeRefusal and JudgeMisset.
+        """Send a body; return the reply. Raises JudgeBusy, JudgeRefusal and BadJudgeEndpoint.
 
         advice: what to do if the server refuses this body.
         """
@@ -145,7 +145,7 @@ class JsonClient:
         if status in BUSY or status >= 500:
             raise JudgeBusy(f"{url} answers {status}: {text}", retry_after_s(reply.headers))
         if status in WRONG_FOR_ALL:
-            raise JudgeMisset(
+            raise BadJudgeEndpoint(
                 f"{url} answers {status}: {text}. Correct {self._setting}: its address, "
                 "model or key."
             )
@@ -198,7 +198,7 @@ class JudgeClient(JsonClient):
 
     async def ask(self, body: Mapping[str, object]) -> JudgeReply:
         """Send a chat completion call, once a slot is free and the endpoint asks for no pause.
-        Raises JudgeBusy, JudgeRefusal and JudgeMisset."""
+        Raises JudgeBusy, JudgeRefusal and BadJudgeEndpoint."""
         async with self._slots:
             while (pause_s := self._quiet_until_s - time.monotonic()) > 0:
                 await asyncio.sleep(pause_s)

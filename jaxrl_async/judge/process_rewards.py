@@ -23,20 +23,20 @@ import numpy as np
 
 from jaxrl_async.config.judge_section import JudgeSection, ProcessSection
 from jaxrl_async.errors import (
+    BadEndpoint,
     ConfigError,
-    EndpointMisset,
     RefusedScore,
     RolloutError,
     RolloutTimeout,
 )
 from jaxrl_async.judge.judge import JudgeService, Transcripts, Unjudged
 from jaxrl_async.judge.judge_prompt import about_steps
-from jaxrl_async.lent import copied_columns, read_only
 from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.scorers.results import cited, finite
 from jaxrl_async.scorers.rewards import is_async
 from jaxrl_async.tasks.usercode import Threads, TooLate, run_async, side_by_side
 from jaxrl_async.types import Episode, FloatArray, Prompt, Score
+from jaxrl_async.user_arguments import copied_columns, read_only
 
 log = logging.getLogger(__name__)
 
@@ -360,7 +360,7 @@ class ProcessScorer:
         try:
             return process.result()
         except RolloutError as error:
-            if section.on_failure == "fail" or isinstance(error, EndpointMisset):
+            if section.on_failure == "fail" or isinstance(error, BadEndpoint):
                 raise
             self._count("failed_process_rewards")
             log.warning("prompt %d continues without process rewards: %s", prompt.prompt_id, error)

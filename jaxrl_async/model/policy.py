@@ -18,7 +18,7 @@ from jaxrl_async.later import Later
 from jaxrl_async.mesh import (
     TRAINER_RULES,
     Rules,
-    ask_for_cpu_devices,
+    request_cpu_devices,
     shardings,
     skip_absent_accelerators,
 )
@@ -111,7 +111,7 @@ class Policy:
         """
         skip_absent_accelerators()
         if not jax.distributed.is_initialized():
-            ask_for_cpu_devices()
+            request_cpu_devices()
         if decoder is not None:
             load_code(decoder, "Policy.from_pretrained: decoder")
         folder = local_folder(str(folder), "folder")

@@ -587,7 +587,7 @@ def _notes(config: schema.Config) -> tuple[str, ...]:
         "the teacher's pass": config.teacher is not None
         and (
             config.teacher.source != "teachers"
-            or not all(one.is_asked for one in config.named_teachers.values())
+            or not all(one.is_queried for one in config.named_teachers.values())
         ),
         "teachers on the sampler's chips": any(
             one.chips == "sampler" for one in config.named_teachers.values()

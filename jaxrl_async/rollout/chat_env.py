@@ -19,19 +19,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxrl_async.away import away_in
 from jaxrl_async.data.chat_formats.chat_messages import record_tools, with_system_prompt
 from jaxrl_async.errors import (
-    Away,
+    BadEndpoint,
     DataError,
-    EndpointMisset,
-    GivenUp,
+    RetriesExhausted,
     RolloutError,
     RolloutTimeout,
     StartOver,
     TextTooLong,
+    Unavailable,
 )
-from jaxrl_async.lent import as_json
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.outages import ENVIRONMENT, Outages
@@ -49,6 +47,8 @@ from jaxrl_async.tasks.usercode import (
     settled,
 )
 from jaxrl_async.types import Completion, IntArray, Message, Prompt, Score
+from jaxrl_async.unavailable import unavailable_cause
+from jaxrl_async.user_arguments import as_json
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class ChatEnvs:
             nonlocal outcome
             for failures in range(self.limits.retries + 1):
                 outcome = await once()
-                if outcome.error is not None and away_in(outcome.error) is not None:
+                if outcome.error is not None and unavailable_cause(outcome.error) is not None:
                     raise outcome.error
                 if outcome.error is None or failures == self.limits.retries:
                     break
@@ -228,9 +228,9 @@ class ChatEnvs:
 
         try:
             return await self.outages.until_answered(what, unless_away, about=prompt.prompt_id)
-        except GivenUp:
+        except RetriesExhausted:
             assert outcome.error is not None, "an outage is raised as an error"
-            return CallOutcome(error=GivenUp(describe_error(outcome.error)))
+            return CallOutcome(error=RetriesExhausted(describe_error(outcome.error)))
 
 
 async def aside(work: Callable[[], T]) -> T:
@@ -430,10 +430,10 @@ def value_of(outcome: CallOutcome, method: str) -> Any:
     """Return a method's result; convert its error to RolloutError."""
     try:
         return outcome.get()
-    except (Away, EndpointMisset, StartOver):
+    except (Unavailable, BadEndpoint, StartOver):
         raise
     except RolloutError as error:
-        kind = GivenUp if isinstance(error, GivenUp) else RolloutError
+        kind = RetriesExhausted if isinstance(error, RetriesExhausted) else RolloutError
         raise kind(f"the environment's {method} {error}") from error.__cause__
 
 

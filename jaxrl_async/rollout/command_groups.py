@@ -1,8 +1,8 @@
 """Commands on an event loop. All their processes are killed when they or this process exit.
 
-start ──> keeper (keeper.py) ──> the command and all processes that it starts
- │ wait: for the keeper's exit, not for its pipes, which a stray process may hold open
- └ end:  SIGTERM to the keeper, which kills all processes below it
+start ──> reaper (reaper.py) ──> the command and all processes that it starts
+ │ wait: for the reaper's exit, not for its pipes, which a stray process may hold open
+ └ end:  SIGTERM to the reaper, which kills all processes below it
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from jaxrl_async.keeper import END_S, kept, kill_session
+from jaxrl_async.reaper import END_S, kill_session, under_reaper
 
 LOOK_S = 0.1
 """Polling interval for a command's exit if the system has no pidfd, seconds."""
 REAP_S = END_S + 1.0
-"""Maximum time for a keeper to end after SIGTERM, seconds; then it is killed."""
+"""Maximum time for a reaper to end after SIGTERM, seconds; then it is killed."""
 
 
 class RunningCommand:
@@ -25,41 +25,41 @@ class RunningCommand:
 
     def __init__(
         self,
-        keeper: "subprocess.Popen[bytes]",
+        reaper: "subprocess.Popen[bytes]",
         stdout: asyncio.StreamReader,
         transport: asyncio.ReadTransport,
     ) -> None:
-        self._keeper, self.stdout, self._transport = keeper, stdout, transport
-        self.pid = keeper.pid  # also the id of its session
+        self._reaper, self.stdout, self._transport = reaper, stdout, transport
+        self.pid = reaper.pid  # also the id of its session
 
     async def wait(self) -> int:
         """Wait until the command and all its processes have exited. Return its exit code;
         negative: the signal that ended it."""
-        keeper = self._keeper
-        if keeper.poll() is None:
+        reaper = self._reaper
+        if reaper.poll() is None:
             try:
-                watched = os.pidfd_open(keeper.pid)
+                watched = os.pidfd_open(reaper.pid)
             except (AttributeError, OSError):
                 watched = None
             if watched is None:
-                while keeper.poll() is None:
+                while reaper.poll() is None:
                     await asyncio.sleep(LOOK_S)
             else:
                 await _readable(watched)
-        code = keeper.wait()
-        if code < 0:  # the signal may have killed the keeper instead of the command
+        code = reaper.wait()
+        if code < 0:  # the signal may have killed the reaper instead of the command
             kill_session(self.pid)
         return code
 
     async def end(self) -> None:
         """Kill its remaining processes, if any, and wait for them. Idempotent."""
-        if self._keeper.poll() is None:
-            self._keeper.terminate()
+        if self._reaper.poll() is None:
+            self._reaper.terminate()
             with suppress(TimeoutError):
                 async with asyncio.timeout(REAP_S):
                     await self.wait()
-        if self._keeper.poll() is None:
-            self._keeper.kill()
+        if self._reaper.poll() is None:
+            self._reaper.kill()
             await self.wait()
 
     def close(self) -> None:
@@ -93,8 +93,8 @@ class CommandGroups:
     async def start(self, words: Sequence[str], environ: Mapping[str, str]) -> RunningCommand:
         """Start a command, its output and errors in one pipe. The caller must `end` it. Raises
         OSError."""
-        keeper = subprocess.Popen(
-            kept(words),
+        reaper = subprocess.Popen(
+            under_reaper(words),
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=STDOUT,
@@ -102,16 +102,16 @@ class CommandGroups:
             start_new_session=True,  # Ctrl-C should reach only the run
         )
         reader = asyncio.StreamReader()
-        assert keeper.stdout is not None, "stdout=PIPE"
+        assert reaper.stdout is not None, "stdout=PIPE"
         try:
             transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), keeper.stdout
+                lambda: asyncio.StreamReaderProtocol(reader), reaper.stdout
             )
         except BaseException:  # cancelled: no caller has a command to end
-            keeper.terminate()
-            keeper.stdout.close()
+            reaper.terminate()
+            reaper.stdout.close()
             raise
-        command = RunningCommand(keeper, reader, transport)
+        command = RunningCommand(reaper, reader, transport)
         self.running.add(command)
         return command
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl_async.codec import dumps, loads
-from jaxrl_async.errors import RolloutError, RolloutTimeout, is_the_runs_own_end
+from jaxrl_async.errors import RolloutError, RolloutTimeout, is_run_ending
 from jaxrl_async.metrics.fault_counts import UnderWay
 from jaxrl_async.metrics.spans import span
 from jaxrl_async.outages import time_limit
@@ -117,7 +117,7 @@ class GuardedEnvs:
             async with asyncio.timeout(CLOSE_S):
                 await env.close()
         except BaseException as error:
-            if is_the_runs_own_end(error):
+            if is_run_ending(error):
                 raise
             self._count("failed_closes")
             log.warning(
@@ -199,7 +199,7 @@ class _blamed:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        if error is None or isinstance(error, RolloutError) or is_the_runs_own_end(error):
+        if error is None or isinstance(error, RolloutError) or is_run_ending(error):
             return
         raised = f"raised {type(error).__name__}: {error}"
         raise RolloutError(f"{self._who} {raised}. Correct it.") from error

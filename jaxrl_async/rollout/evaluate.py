@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.errors import Closed, EndpointMisset, GivenUp, RolloutError, RolloutTimeout
+from jaxrl_async.errors import (
+    BadEndpoint,
+    Closed,
+    RetriesExhausted,
+    RolloutError,
+    RolloutTimeout,
+)
 from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.generate import Generate
@@ -175,7 +181,7 @@ async def evaluate(
             episodes = tuple(episode for of_sample in by_sample for episode in of_sample)
             async with busy:
                 scores = await scorer(episodes, prompts[index])
-        except (EndpointMisset, Closed):
+        except (BadEndpoint, Closed):
             raise
         except RolloutError as error:
             failed.append(index)
@@ -224,7 +230,7 @@ class _HeldOutPlay:
         for failures in range(effort.retries):
             try:
                 return await self._attempt(index, sample, label)
-            except (RolloutTimeout, EndpointMisset, GivenUp):
+            except (RolloutTimeout, BadEndpoint, RetriesExhausted):
                 raise
             except RolloutError as error:
                 wait_s = backoff_s(effort.backoff_s, failures)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from jaxrl_async.errors import Closed, EndpointMisset, RolloutError
+from jaxrl_async.errors import BadEndpoint, Closed, RolloutError
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ async def first_ended(
         leave_out: called with the index in `work` of each dropped item and its exception; None: it
             was not needed. Called before it is cancelled.
 
-    Raises the first exception once `least` can no longer be reached; Closed and EndpointMisset
+    Raises the first exception once `least` can no longer be reached; Closed and BadEndpoint
     immediately. No task is left running in any case.
     """
     tasks = [asyncio.ensure_future(one) for one in work]
@@ -67,7 +67,7 @@ async def first_ended(
                 kept.append(task)
                 continue
             first = first or error
-            if isinstance(error, Closed | EndpointMisset):
+            if isinstance(error, Closed | BadEndpoint):
                 raise error
             if len(kept) + len(tasks) - seen < quota.least:
                 raise first

@@ -20,14 +20,14 @@ from functools import partial
 
 from jaxrl_async.algorithms.forks import without_forks
 from jaxrl_async.errors import (
+    BadEndpoint,
     Closed,
-    EndpointMisset,
-    GivenUp,
+    RetriesExhausted,
     RolloutError,
     RolloutTimeout,
     SamplersLost,
     WeightsError,
-    is_the_runs_own_end,
+    is_run_ending,
     with_kind,
 )
 from jaxrl_async.metrics.fault_counts import LONGEST_BACKOFF_S, backoff_s
@@ -416,7 +416,7 @@ class RolloutLoop:
         except (Exception, asyncio.CancelledError) as error:
             if playing not in self._running:
                 return
-            if is_the_runs_own_end(error) or isinstance(error, EndpointMisset):
+            if is_run_ending(error) or isinstance(error, BadEndpoint):
                 raise
             self._forgive(playing, error)
         finally:
@@ -508,7 +508,7 @@ class RolloutLoop:
         if isinstance(error, WeightsError | SamplersLost):
             raise error
         ticket, prompt = playing.ticket, playing.prompt
-        if not isinstance(error, GivenUp):
+        if not isinstance(error, RetriesExhausted):
             self.failures.failed(prompt, error, after=playing.after)
         log.warning(
             "group %d, prompt %d failed: %s", ticket.group, prompt.prompt_id, with_kind(error)

@@ -16,7 +16,7 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.data.curriculum import combined_measures
 from jaxrl_async.data.prompts import PromptStream
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import EndpointMisset, RolloutError
+from jaxrl_async.errors import BadEndpoint, RolloutError
 from jaxrl_async.later import Later
 from jaxrl_async.metrics.console import Console
 from jaxrl_async.metrics.fault_counts import FaultCounts
@@ -373,7 +373,7 @@ class Evaluation:
         try:
             if self.lockstep.plays:
                 result = run_loop(self._evaluate_unless_stopped())
-        except EndpointMisset:
+        except BadEndpoint:
             raise
         except RolloutError as error:
             result = None

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from jaxrl_async.errors import Closed
-from jaxrl_async.left_threads import leave_behind
 from jaxrl_async.run.assemble import Parts
 from jaxrl_async.run.signals import Stop
+from jaxrl_async.stuck_threads import register_stuck
 from jaxrl_async.tasks.usercode import run_loop
 
 JOIN_S = 60.0
@@ -52,7 +52,7 @@ class Failure:
 
 def run_threads(parts: Parts, stop: Stop) -> None:
     """Start all threads, wait until the trainer ends or one fails, and stop them in order. Raises
-    the first failure, once the threads have ended or are left behind (left_threads)."""
+    the first failure, once the threads have ended or are left behind (stuck_threads)."""
     failure = Failure()
 
     def new_thread(
@@ -104,7 +104,7 @@ def _join_trainer(thread: threading.Thread, parts: Parts) -> None:
     nothing interrupts one."""
     longest_s = max(JOIN_S, UPDATES * parts.trainer.longest_update_s)
     if thread.ident is not None:
-        leave_behind(thread, longest_s)
+        register_stuck(thread, longest_s)
         thread.join(SILENT_S)
         if thread.is_alive():
             log.warning(
@@ -122,7 +122,7 @@ def _join(thread: threading.Thread, longest_s: float | None = None) -> None:
     if thread.ident is None:
         return
     longest_s = JOIN_S if longest_s is None else longest_s
-    leave_behind(thread, longest_s)
+    register_stuck(thread, longest_s)
     thread.join(longest_s)
     if thread.is_alive():
         log.warning("thread %s did not end within %.0f s", thread.name, longest_s)

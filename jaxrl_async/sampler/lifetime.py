@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from jaxrl_async.errors import Closed, RolloutError
-from jaxrl_async.left_threads import leave_behind
+from jaxrl_async.stuck_threads import register_stuck
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Lifetime:
         self.detach()
         if self.thread is None or self.is_current:
             return True
-        leave_behind(self.thread)  # first: Ctrl-C may end the join
+        register_stuck(self.thread)  # first: Ctrl-C may end the join
         self.thread.join(timeout_s)
         return not self.thread.is_alive()
 

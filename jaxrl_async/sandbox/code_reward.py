@@ -79,7 +79,7 @@ def program_of(answer: str, record: Mapping[str, Any]) -> str:
 
 def grade(box: Sandbox, program: str, record: Mapping[str, Any], where: str = "") -> Grade:
     """Run a program against a record's tests in a fresh sandbox. Raises RefusedScore if the record
-    has no tests, Away if the sandbox fails.
+    has no tests, Unavailable if the sandbox fails.
 
     where: names the record in errors.
     """
@@ -157,7 +157,7 @@ class CodeReward:
     def __call__(
         self, completion: str, columns: Mapping[str, Any], log_metric: Callable[[str, float], None]
     ) -> dict[str, float]:
-        """Score one answer. Raises RefusedScore, Away."""
+        """Score one answer. Raises RefusedScore, Unavailable."""
         with self._pool.one() as box:
             result = grade(box, program_of(completion, columns), columns)
         for reason in REASONS:

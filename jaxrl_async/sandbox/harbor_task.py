@@ -28,9 +28,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jaxrl_async.errors import Away, ConfigError, RolloutError, in_a_line
-from jaxrl_async.keeper import kept
+from jaxrl_async.errors import ConfigError, RolloutError, Unavailable, in_a_line
 from jaxrl_async.metrics.metric import part_name
+from jaxrl_async.reaper import under_reaper
 from jaxrl_async.sandbox.harbor_files import HarborTask, copies_of, read_tasks
 from jaxrl_async.sandbox.sandbox import Sandbox, limits_of
 from jaxrl_async.shown_environment import without_secrets
@@ -76,7 +76,7 @@ class HarborProcess:
         self._waiting: dict[int, tuple[subprocess.Popen[bytes], Future[dict[str, Any]]]] = {}
 
     def begin(self, config: Mapping[str, object], environ: Mapping[str, str]) -> tuple[int, Any]:
-        """Begin a trial; return its number and the Future of its result. Raises Away."""
+        """Begin a trial; return its number and the Future of its result. Raises Unavailable."""
         with self._lock:
             process = self._process
             if process is None or process.poll() is not None:
@@ -90,7 +90,7 @@ class HarborProcess:
         """End a trial, if it is played."""
         with self._lock:
             if number in self._waiting:
-                with suppress(Away):
+                with suppress(Unavailable):
                     self._send({"id": number, "cancel": True})
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class HarborProcess:
     def _start(self) -> "subprocess.Popen[bytes]":
         script = str(Path(__file__).with_name("harbor_trials.py"))
         self._process = process = subprocess.Popen(
-            kept([self._python, "-P", script]),
+            under_reaper([self._python, "-P", script]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self._environ,
@@ -119,7 +119,7 @@ class HarborProcess:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise Away(f"Harbor's process has ended: {error}") from None
+            raise Unavailable(f"Harbor's process has ended: {error}") from None
 
     def _read(self, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdout is not None, "stdout=PIPE"
@@ -142,7 +142,7 @@ class HarborProcess:
             unanswered = [self._waiting.pop(number)[1] for number in numbers]
         for result in unanswered:
             if result.set_running_or_notify_cancel():
-                result.set_exception(Away("Harbor's process has ended"))
+                result.set_exception(Unavailable("Harbor's process has ended"))
 
 
 class HarborPlayer:
@@ -167,8 +167,8 @@ class HarborPlayer:
         self._slots = asyncio.Semaphore(at_once)  # used on the loop for user code alone
 
     async def play(self, session: PlayedSession) -> Score:
-        """Play the record's task once (endpoint.agent_programs.Program). Raises RolloutError, Away
-        for an error of the machine."""
+        """Play the record's task once (endpoint.agent_programs.Program). Raises RolloutError;
+        Unavailable for an error of the machine."""
         outcome = await run_async(lambda: self._play_trial(session), None, reap_s=1.0)
         if outcome.error is not None:
             raise outcome.error
@@ -217,16 +217,16 @@ def score_of_trial(result: Mapping[str, Any]) -> Score:
     """Return the score of a trial's result: the verifier's reward, its other numbers as parts, and
     whether the agent ran out of time or context.
 
-    Raises Away for an error of the machine, RolloutError for another error of the agent.
+    Raises Unavailable for an error of the machine, RolloutError for another error of the agent.
     """
     errors = result["errors"]
     kinds = {error["type"] for error in errors}
     if unscored := [e for e in errors if e["type"] not in (*OUT_OF_TIME, *OUT_OF_CONTEXT)]:
         text = f"a trial of Harbor failed: {unscored[0]['type']}: {unscored[0]['message'][:300]}"
-        raise (RolloutError if unscored[0]["type"] in OF_THE_AGENT else Away)(text)
+        raise (RolloutError if unscored[0]["type"] in OF_THE_AGENT else Unavailable)(text)
     rewards = dict(result["rewards"] or {})
     if not rewards and not errors:
-        raise Away("a trial of Harbor ended without a reward")
+        raise Unavailable("a trial of Harbor ended without a reward")
     if not rewards:
         rewards = {REWARD: 0.0}
     if REWARD not in rewards and len(rewards) > 1:

@@ -7,7 +7,7 @@
 A command sees this machine's programs read-only and an empty folder /work, and nothing of the run:
 no environment variables, files, processes or network. What it writes and starts ends with the
 sandbox. A CommandOutcome says which limit ended the command. If the sandbox itself fails, that is
-an error of the machine, not of the command: `Away`, which callers retry.
+an error of the machine, not of the command: `Unavailable`, which callers retry.
 """
 
 import base64
@@ -24,8 +24,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxrl_async.errors import Away, ConfigError
-from jaxrl_async.keeper import kept
+from jaxrl_async.errors import ConfigError, Unavailable
+from jaxrl_async.reaper import under_reaper
 from jaxrl_async.sandbox import sandbox_layout as layouts
 from jaxrl_async.sandbox.system_calls import seccomp_filter
 
@@ -93,7 +93,7 @@ class Sandbox:
     """One sandbox. `run` may be called by several threads at the same time."""
 
     def __init__(self, limits: SandboxLimits) -> None:
-        """Start it; the first `run` waits until it is ready. Raises Away, ConfigError."""
+        """Start it; the first `run` waits until it is ready. Raises Unavailable, ConfigError."""
         if sys.platform != "linux":
             raise ConfigError(
                 "a sandbox needs Linux's namespaces. Run this task on Linux, or in a container "
@@ -112,7 +112,7 @@ class Sandbox:
         )
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            kept(layouts.start_command(layout, json.dumps(settings))),
+            under_reaper(layouts.start_command(layout, json.dumps(settings))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -128,13 +128,13 @@ class Sandbox:
         self._reader.start()
 
     def wait_ready(self) -> None:
-        """Wait until it has started. Raises Away, and ConfigError if the system does not allow
-        it."""
+        """Wait until it has started. Raises Unavailable, and ConfigError if the system does not
+        allow it."""
         try:
             self._ready.result(START_S)
         except TimeoutError:
             self.close()
-            raise Away(f"a sandbox did not start within {START_S:g} s") from None
+            raise Unavailable(f"a sandbox did not start within {START_S:g} s") from None
 
     def run(
         self,
@@ -158,14 +158,14 @@ class Sandbox:
             output_bytes: limit of its output; None: the sandbox's.
             alone: nothing else runs in the sandbox, and nothing may be left behind.
 
-        Raises Away if the sandbox does not answer, ConfigError if none can be started here.
+        Raises Unavailable if the sandbox does not answer, ConfigError if none can be started here.
         """
         self.wait_ready()
         limit_s = self.limits.timeout_s if timeout_s is None else timeout_s
         answer: Future[CommandOutcome] = Future()
         with self._lock:
             if self._over:
-                raise Away("the sandbox has ended")
+                raise Unavailable("the sandbox has ended")
             self._number += 1
             self._waiting[self._number] = answer
             request = {
@@ -183,20 +183,22 @@ class Sandbox:
                 self._process.stdin.write(json.dumps(request).encode() + b"\n" + stdin)
                 self._process.stdin.flush()
             except OSError:
-                raise Away(self._why()) from None
+                raise Unavailable(self._why()) from None
         try:
             return answer.result(limit_s + LONGER_S)
         except TimeoutError:
             self.close()
-            raise Away(f"the sandbox did not answer within {limit_s + LONGER_S:g} s") from None
+            text = f"the sandbox did not answer within {limit_s + LONGER_S:g} s"
+            raise Unavailable(text) from None
 
     def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files, by their path in the sandbox. Raises Away."""
+        """Write files, by their path in the sandbox. Raises Unavailable."""
         for path, data in files.items():
             done = self.run(["sh", "-c", 'mkdir -p "$(dirname "$1")" && cat > "$1"', "sh", path],
                             stdin=data)  # fmt: skip
             if not done.ok:
-                raise Away(f"{path} could not be written: {done.stderr.decode(errors='replace')}")
+                text = done.stderr.decode(errors="replace")
+                raise Unavailable(f"{path} could not be written: {text}")
 
     def close(self) -> None:
         """End it with all its processes. Idempotent."""
@@ -264,7 +266,7 @@ class Sandbox:
                 "or an AppArmor profile; in a container --security-opt seccomp=unconfined), "
                 "or use Harbor's environment docker."
             )
-        return Away(text)
+        return Unavailable(text)
 
     def _why(self) -> str:
         with suppress(OSError, ValueError):
@@ -295,7 +297,7 @@ class SandboxPool:
 
     @contextmanager
     def one(self) -> Iterator[Sandbox]:
-        """Yield a sandbox as it is after its start. Raises Away, ConfigError."""
+        """Yield a sandbox as it is after its start. Raises Unavailable, ConfigError."""
         with self._slots:
             with self._lock:
                 closed = self._closed

@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.away import away_in
 from jaxrl_async.errors import (
+    BadEndpoint,
     Closed,
     ConfigError,
-    EndpointMisset,
-    GivenUp,
     OutageTooLong,
     RefusedScore,
+    RetriesExhausted,
     RolloutError,
     RolloutTimeout,
-    is_the_runs_own_end,
+    is_run_ending,
 )
 from jaxrl_async.metrics.fault_counts import UnderWay, backoff_s
 from jaxrl_async.metrics.metric import names_a_metric, part_name
@@ -36,6 +35,7 @@ from jaxrl_async.ports.rollout import Scorer
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.scorers.results import cited, finite
 from jaxrl_async.types import CORRECT, LARGEST_REWARD, Episode, IntArray, Prompt, Score, StopReason
+from jaxrl_async.unavailable import unavailable_cause
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class GuardedScorer:
         """Score a group as ports.Scorer does.
 
         Raises RolloutError if the last try failed with any exception. Raises it immediately if the
-        scorer did not return one valid score per episode, or is misconfigured (EndpointMisset),
+        scorer did not return one valid score per episode, or is misconfigured (BadEndpoint),
         since a retry would not help.
         """
         try:
@@ -102,10 +102,10 @@ class GuardedScorer:
         for tries_left in range(self._retries, -1, -1):
             try:
                 return await self._outcome(episodes, prompt)
-            except (RefusedScore, EndpointMisset, GivenUp):
+            except (RefusedScore, BadEndpoint, RetriesExhausted):
                 raise
             except RolloutError as error:
-                if not tries_left or away_in(error) is not None:
+                if not tries_left or unavailable_cause(error) is not None:
                     raise
                 self._count("scorer_retries")
                 wait_s = backoff_s(self._backoff_s, self._retries - tries_left)
@@ -133,7 +133,7 @@ class GuardedScorer:
         except (RolloutError, Closed):
             raise
         except BaseException as error:
-            if is_the_runs_own_end(error):
+            if is_run_ending(error):
                 raise
             raise RolloutError(
                 f"prompt {prompt.prompt_id}: the scorer raised {type(error).__name__}: {error}"
@@ -232,7 +232,7 @@ def try_once(
     Raises:
         ConfigError: The scorer raised, timed out or returned something other than a reward. The
             message begins with `setting`.
-        OutageTooLong, GivenUp: Its service did not answer; the message begins the same way.
+        OutageTooLong, RetriesExhausted: Its service did not answer; the message begins as above.
     """
     answer = encode(prompt.reference)
     answer = answer if len(answer) else prompt.token_ids[-1:]
@@ -252,7 +252,7 @@ def try_once(
     try:
         with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
             (tried,) = thread.submit(asyncio.run, score()).result()
-    except (OutageTooLong, GivenUp) as error:  # the settings may be correct
+    except (OutageTooLong, RetriesExhausted) as error:  # the settings may be correct
         raise type(error)(f"{setting}, tried on the first held-out prompt: {error}") from error
     except RolloutError as error:
         raise ConfigError(f"{setting}, tried on the first held-out prompt: {error}") from error

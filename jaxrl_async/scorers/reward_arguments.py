@@ -13,8 +13,8 @@ from inspect import Parameter
 from typing import Any
 
 from jaxrl_async.errors import ConfigError, RefusedScore
-from jaxrl_async.lent import copied, copied_columns, read_only
 from jaxrl_async.types import Episode, Prompt
+from jaxrl_async.user_arguments import copied, copied_columns, read_only
 
 OF_THE_TASK = ("prompt", "reference", "columns")
 """Values of the task: the prompt's text, the correct answer's text, the whole record by column."""

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from jaxrl_async.data.chat_formats.chat_messages import as_messages
 from jaxrl_async.errors import RefusedScore
-from jaxrl_async.lent import copied
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.scorers.results import cited, finite, score_of
 from jaxrl_async.scorers.reward_arguments import (
@@ -25,6 +24,7 @@ from jaxrl_async.scorers.reward_arguments import (
     answers_of,
 )
 from jaxrl_async.types import Episode, Message, Prompt, Score
+from jaxrl_async.user_arguments import copied
 
 QUESTIONS = ("question", "prompt", "messages")
 """Default columns that may hold the question: the first one that exists does."""

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_async import codec
-from jaxrl_async.away import asked_wait_s, away_in
 from jaxrl_async.config.userfile import end_loading
-from jaxrl_async.errors import Away, RefusedScore, RolloutError
+from jaxrl_async.errors import RefusedScore, RolloutError, Unavailable
 from jaxrl_async.scorers.process_pool import ProcessPool, close_all
 from jaxrl_async.scorers.reward_arguments import reward_arguments_of
 from jaxrl_async.scorers.reward_call import RewardCall, call_function, scores_of
@@ -26,6 +25,7 @@ from jaxrl_async.tasks.function_source import FunctionSource, load_function
 from jaxrl_async.tasks.user_process import UserProcess, serve_requests
 from jaxrl_async.tasks.usercode import TooLate, describe_error
 from jaxrl_async.types import Score
+from jaxrl_async.unavailable import retry_wait_s, unavailable_cause
 
 LOAD_S = 300.0
 """Timeout for starting a process and loading a function's file, seconds."""
@@ -101,7 +101,7 @@ class _Process:
         if "refused" in reply:
             raise RefusedScore(reply["refused"])
         if "away" in reply:
-            raise Away(reply["away"], reply["wait_s"])
+            raise Unavailable(reply["away"], reply["wait_s"])
         if "raised" in reply:
             raise RolloutError(reply["raised"])
         return reply
@@ -145,8 +145,8 @@ def _reply(message: Mapping[str, Any]) -> dict[str, Any]:
     except RolloutError as error:
         return {"raised": str(error)}
     except BaseException as error:  # every exception belongs to the call
-        if (outage := away_in(error)) is not None:
-            return {"away": describe_error(error), "wait_s": asked_wait_s(outage)}
+        if (outage := unavailable_cause(error)) is not None:
+            return {"away": describe_error(error), "wait_s": retry_wait_s(outage)}
         return {"raised": describe_error(error)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

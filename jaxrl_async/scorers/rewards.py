@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.config.userfile import is_own, load_function
-from jaxrl_async.errors import Away, ConfigError, RefusedScore, RolloutError, RolloutTimeout
+from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError, RolloutTimeout, Unavailable
 from jaxrl_async.later import Later
 from jaxrl_async.scorers.answers import opened_thinking
 from jaxrl_async.scorers.graders import exact, gsm8k, read_answer
@@ -351,8 +351,8 @@ class _about:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Away):
-            raise Away(f"{self._head} {error}", error.wait_s) from error.__cause__
+        if isinstance(error, Unavailable):
+            raise Unavailable(f"{self._head} {error}", error.wait_s) from error.__cause__
         if isinstance(error, RolloutError):
             raise type(error)(f"{self._head} {error}") from error.__cause__
 

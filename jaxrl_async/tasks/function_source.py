@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_async.config.userfile import LoadedSoFar, is_own
+from jaxrl_async.config.userfile import LoadingEnded, is_own
 from jaxrl_async.errors import ConfigError, RolloutError
 
 
@@ -81,7 +81,7 @@ def _module_of(source: FunctionSource) -> Any:
         raise RolloutError(f"cannot be loaded from {source.file}, which is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    with suppress(LoadedSoFar):
+    with suppress(LoadingEnded):
         spec.loader.exec_module(module)
     return module
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from jaxrl_async.errors import Away, ConfigError, RolloutError, extra_module
+from jaxrl_async.errors import ConfigError, RolloutError, Unavailable, extra_module
 
 MAX_BYTES = 16 * 2**20
 """Maximum size of a server's message."""
@@ -62,7 +62,7 @@ class RefusedAction(RolloutError):
     """The environment does not know the policy's action; the message is the server's."""
 
 
-class _ServerFull(Away):
+class _ServerFull(Unavailable):
     """The server currently has no room for another environment."""
 
 
@@ -115,7 +115,7 @@ class EnvConnection:
         """Connect, and reset the environment; retry for a limited time if the server is full or
         absent.
 
-        data: arguments of the reset. Raises RolloutError; Away if the server is unavailable.
+        data: arguments of the reset. Raises RolloutError; Unavailable if the server is unavailable.
         """
         loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
         end = loop.time() + server.patience_s
@@ -124,7 +124,7 @@ class EnvConnection:
                 return await cls._connect(server, data)
             except (_ServerFull, OSError) as error:
                 if loop.time() + wait_s > end:
-                    raise Away(
+                    raise Unavailable(
                         f"the environment server {server.url} let no episode begin within "
                         f"{server.patience_s:g} s: {error}. Start more servers, or let it hold "
                         "more environments (max_concurrent_envs)."
@@ -154,7 +154,7 @@ class EnvConnection:
             raise
 
     async def step(self, action: Mapping[str, object]) -> Observed:
-        """Take one action. Raises RefusedAction, RolloutError; Away if the server is
+        """Take one action. Raises RefusedAction, RolloutError; Unavailable if the server is
         unavailable."""
         return await self._request("step", action)
 
@@ -174,9 +174,9 @@ class EnvConnection:
                     await self._socket.send(sent)
                 text = await self._socket.recv()
         except TimeoutError:
-            raise Away(f"{url}: no reply to {kind} within {limit_s:g} s.") from None
+            raise Unavailable(f"{url}: no reply to {kind} within {limit_s:g} s.") from None
         except Exception as error:  # from websockets: the connection has ended
-            failed = _ServerFull if kind == "reset" else Away
+            failed = _ServerFull if kind == "reset" else Unavailable
             raise failed(f"{url}: the connection ended at {kind}: {error}") from error
         return read_observed(text, f"{url}: reply to {kind}")
 

@@ -21,14 +21,14 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from jaxrl_async.away import not_begun_in
-from jaxrl_async.errors import ConfigError, GivenUp, RolloutError
+from jaxrl_async.errors import ConfigError, RetriesExhausted, RolloutError
 from jaxrl_async.outages import Outages
 from jaxrl_async.tasks.function_source import FunctionSource, source_of
 from jaxrl_async.tasks.task import Tool
 from jaxrl_async.tasks.tool_process import LOAD_S, tool_processes
 from jaxrl_async.tasks.usercode import CallOutcome, Threads, TooLate, run_either, side_by_side
 from jaxrl_async.types import Message
+from jaxrl_async.unavailable import not_begun_cause
 
 MOST_CALLS = 32
 """Maximum tool calls of one message that are run; the others get an error."""
@@ -167,7 +167,7 @@ class Toolbox:
         async def attempt() -> CallOutcome:
             nonlocal outcome
             outcome = await run_either(work, self._threads, self._limits.timeout_s)
-            if outcome.error is not None and not_begun_in(outcome.error) is not None:
+            if outcome.error is not None and not_begun_cause(outcome.error) is not None:
                 raise outcome.error
             return outcome
 
@@ -175,7 +175,7 @@ class Toolbox:
             return await self._outages.until_answered(
                 f"the tool {name}", attempt, tries=TRIES, patience_s=PATIENCE_S, optional=True
             )
-        except GivenUp:
+        except RetriesExhausted:
             return outcome
 
     async def _error(self, text: str) -> str:

@@ -18,8 +18,8 @@ from contextlib import suppress
 
 from jaxrl_async.config.userfile import LOADING
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.keeper import END_S, kept, kill_session
-from jaxrl_async.shown_environment import hide_secrets, is_the_runs
+from jaxrl_async.reaper import END_S, kill_session, under_reaper
+from jaxrl_async.shown_environment import hide_secrets, is_private
 from jaxrl_async.tasks.function_source import import_path
 from jaxrl_async.tasks.usercode import TooLate
 
@@ -63,7 +63,7 @@ class UserProcess:
         popen, self._popen = self._popen, None
         if popen is None:
             return
-        popen.terminate()  # its keeper kills it
+        popen.terminate()  # its reaper kills it
         with suppress(OSError):
             os.close(self._replies)
         assert popen.stdin is not None
@@ -80,11 +80,11 @@ class UserProcess:
         self._replies, to_run = os.pipe()
         try:
             self._popen = subprocess.Popen(
-                kept([sys.executable, "-m", self._module, str(to_run)]),
+                under_reaper([sys.executable, "-m", self._module, str(to_run)]),
                 stdin=subprocess.PIPE,
                 pass_fds=[to_run],
                 env={
-                    **{n: value for n, value in os.environ.items() if not is_the_runs(n)},
+                    **{n: value for n, value in os.environ.items() if not is_private(n)},
                     "PYTHONPATH": import_path(),
                     "JAX_PLATFORMS": "cpu",
                     LOADING: "1",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxrl_async.errors import RolloutError, is_the_runs_own_end
+from jaxrl_async.errors import RolloutError, is_run_ending
 from jaxrl_async.outages import time_limit
 
 T = TypeVar("T")
@@ -364,7 +364,7 @@ async def _awaited(work: Callable[[], Awaitable[object]]) -> CallOutcome:
     try:
         return CallOutcome(await work())
     except BaseException as error:
-        if is_the_runs_own_end(error):
+        if is_run_ending(error):
             raise
         return CallOutcome(error=error)
 

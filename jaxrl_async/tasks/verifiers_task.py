@@ -28,14 +28,14 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from jaxrl_async.away import says_away
 from jaxrl_async.data.tokenizer import PRINTABLE
-from jaxrl_async.errors import Away, ConfigError, RolloutError, extra_module
+from jaxrl_async.errors import ConfigError, RolloutError, Unavailable, extra_module
 from jaxrl_async.metrics.metric import part_name
 from jaxrl_async.tasks.game import SeatScore
 from jaxrl_async.tasks.task import Task, TaskRecord
 from jaxrl_async.tasks.usercode import TooLate, run_async
 from jaxrl_async.types import Score
+from jaxrl_async.unavailable import names_unavailable
 
 log = logging.getLogger(__name__)
 
@@ -189,13 +189,13 @@ def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
 
     Parts are a trace's rewards (before their weights) and metrics; if several seats play, they are
     named SEAT.PART. Parts of untrained seats, averaged over their traces, are added to every
-    trained trace. Raises RolloutError for a failed episode, Away if a connection broke.
+    trained trace. Raises RolloutError for a failed episode, Unavailable if a connection broke.
     """
     if not episode.ok:
         errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
         words = [f"{error.type}: {error.message}" for error in errors]
         reason = words[-1] if words else "the environment says that the episode failed"
-        raise (Away if says_away(reason) else RolloutError)(reason)
+        raise (Unavailable if names_unavailable(reason) else RolloutError)(reason)
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not trained:
         raise RolloutError("no seat of the environment is trained")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxrl_async.errors import EndpointMisset, GivenUp
+from jaxrl_async.errors import BadEndpoint, RetriesExhausted
 from jaxrl_async.teachers.prompt_logprobs import ContextLogprobs
 from jaxrl_async.teachers.retokenizer import Retokenizer
 from jaxrl_async.teachers.text_spans import Spans
@@ -70,10 +70,10 @@ class EpisodeTeacher:
         """Return the counters since the start, by the last part of their metrics' names."""
         return dict(self._counts)
 
-    def note_dropped(self, waited_s: float, prompt_id: int) -> GivenUp:
+    def note_dropped(self, waited_s: float, prompt_id: int) -> RetriesExhausted:
         """Count a group that waited for too long; return the error that drops it."""
         self._counts["dropped_groups"] += 1
-        return GivenUp(
+        return RetriesExhausted(
             f"prompt {prompt_id}: the group waited {waited_s:.0f} s for {self._description} "
             f"({self.setting}.max_wait_s) and is dropped. Raise that, or concurrency, or use a "
             "faster teacher."
@@ -101,7 +101,7 @@ class EpisodeTeacher:
             prompt: of the episode.
             opening: what the teacher reads in place of the prompt's tokens; None: these.
 
-        Raises RolloutError and EndpointMisset.
+        Raises RolloutError and BadEndpoint.
         """
         ends = (*episode.starts[1:], len(episode.token_ids))
         head = head_of(episode, prompt, of_episode=self._retokenizer is not None)
@@ -240,7 +240,7 @@ def unknown(name: str, weight: float, top_k: int = 0) -> TeacherLogprobs:
 def computed_later(
     name: str, weight: float, episode: Episode, prompt: Prompt, opening: IntArray | None
 ) -> TeacherLogprobs:
-    """Return what is known of an episode's teacher that the trainer computes. Raises EndpointMisset
+    """Return what is known of an episode's teacher that the trainer computes. Raises BadEndpoint
     as EpisodeTeacher.of_episode.
 
     opening: what the teacher reads in place of the prompt's tokens; None: these.
@@ -253,9 +253,9 @@ def computed_later(
     return replace(unknown(name, weight), opening=opening, replaced=len(head))
 
 
-def foreign_beginning(setting: str, prompt: Prompt) -> EndpointMisset:
+def foreign_beginning(setting: str, prompt: Prompt) -> BadEndpoint:
     """Return the error for an answer that does not begin with its record's prompt."""
-    return EndpointMisset(
+    return BadEndpoint(
         f"{setting}.context replaces a record's prompt, and an answer to prompt "
         f"{prompt.prompt_id} does not begin with it: the task's environment writes its own "
         "beginning. Leave context out."

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_async.config.schema import Config, NamedTeacher
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_async.errors import ConfigError, EndpointMisset
+from jaxrl_async.errors import BadEndpoint, ConfigError
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
 from jaxrl_async.ports.rollout import ChatFormat, Scorer
@@ -176,7 +176,7 @@ class TaskTeachers:
         called."""
         try:
             self._choices.check(prompt)
-        except EndpointMisset as error:
+        except BadEndpoint as error:
             raise ConfigError(str(error)) from None
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_async.errors import EndpointMisset
+from jaxrl_async.errors import BadEndpoint
 from jaxrl_async.rollout.chat_env import record_of
 from jaxrl_async.tasks.task import TaskRecord, TeacherChoice
 from jaxrl_async.types import Prompt
@@ -25,7 +25,7 @@ class TeacherChoices:
     def of(self, prompt: Prompt) -> dict[str, float]:
         """Return the weights of a prompt's teachers by name; empty: none, as in a run without.
 
-        Raises EndpointMisset for an unknown name, a weight that is no number above 0, a record that
+        Raises BadEndpoint for an unknown name, a weight that is no number above 0, a record that
         could have any of several teachers, or a task's function that raises.
         """
         where = f"prompt {prompt.prompt_id}, column {self.column!r}"
@@ -40,7 +40,7 @@ class TeacherChoices:
         elif len(self.weights) == 1:
             choice = next(iter(self.weights))
         else:
-            raise EndpointMisset(
+            raise BadEndpoint(
                 f"prompt {prompt.prompt_id} does not say which of the teachers "
                 f"{self._names} it has: its record has no column {self.column!r} (teacher.column), "
                 "and the task has no `teacher`. Add one of them; an empty value means none."
@@ -48,17 +48,17 @@ class TeacherChoices:
         return self._checked(choice, where)
 
     def check(self, prompt: Prompt) -> None:
-        """Raise EndpointMisset as `of`, without a call of the task's function."""
+        """Raise BadEndpoint as `of`, without a call of the task's function."""
         if self.column in prompt.columns or not callable(self.of_task):
             self.of(prompt)
 
     def _of_record(self, prompt: Prompt) -> TeacherChoice:
-        """Return what the task's function returns for a prompt's record. Raises EndpointMisset."""
+        """Return what the task's function returns for a prompt's record. Raises BadEndpoint."""
         assert callable(self.of_task)
         try:
             return self.of_task(record_of(prompt))
         except Exception as error:
-            raise EndpointMisset(
+            raise BadEndpoint(
                 f"Task.teacher raised {type(error).__name__} for the record of prompt "
                 f"{prompt.prompt_id}: {error}. Correct it."
             ) from error
@@ -68,7 +68,7 @@ class TeacherChoices:
         return ", ".join(self.weights)
 
     def _checked(self, choice: Any, where: str) -> dict[str, float]:
-        """Return a choice as weights by name. Raises EndpointMisset."""
+        """Return a choice as weights by name. Raises BadEndpoint."""
         if choice is None or choice == "":
             return {}
         weights: Any
@@ -83,13 +83,13 @@ class TeacherChoices:
                 weights = {choice: None}
         for name, weight in weights.items():
             if name not in self.weights:
-                raise EndpointMisset(
+                raise BadEndpoint(
                     f"{where} names the teacher {name!r}, and teachers has {self._names}. Correct "
                     "the name, add it to teachers, or read another column (teacher.column)."
                 )
             number = isinstance(weight, int | float) and not isinstance(weight, bool)
             if not number or not 0 < weight < math.inf:
-                raise EndpointMisset(
+                raise BadEndpoint(
                     f"{where} gives the teacher {name} the weight {weight!r}. It must be a finite "
                     "number above 0."
                 )

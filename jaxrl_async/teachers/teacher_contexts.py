@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_async.data.chat_formats.chat_messages import as_messages
 from jaxrl_async.data.tokenizer import Tokenizer
-from jaxrl_async.errors import DataError, EndpointMisset
+from jaxrl_async.errors import BadEndpoint, DataError
 from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.types import IntArray, Message, Prompt
 
@@ -41,7 +41,7 @@ class TeacherContexts:
         self._chat: ChatFormat | None = None
 
     def __call__(self, prompt: Prompt, opened: Sequence[Message] = ()) -> IntArray:
-        """Return the tokens of a record's context, [length] int32. Raises EndpointMisset.
+        """Return the tokens of a record's context, [length] int32. Raises BadEndpoint.
 
         opened: what an environment wrote before the policy's first turn; (): the prompt's.
         """
@@ -56,16 +56,16 @@ class TeacherContexts:
                 return self._tokenizer.encode_prompt(content, self._template)
             messages: Any = as_messages(content)
             if not messages or isinstance(messages, str):
-                raise EndpointMisset(
+                raise BadEndpoint(
                     f"{where} has {str(content)[:60]!r} there, not a text or messages. Correct the "
                     "record or the setting."
                 )
             self._chat = self._chat or self._make_chat()
             if self._chat is None:
-                raise EndpointMisset(
+                raise BadEndpoint(
                     f"{where} has messages, and the teacher's tokenizer no chat template. Choose "
                     "a teacher with one, or give a text (teachers.NAME.context)."
                 )
             return self._chat.opening(messages, ())
         except DataError as error:
-            raise EndpointMisset(f"{where}: {error}") from error
+            raise BadEndpoint(f"{where}: {error}") from error

@@ -68,7 +68,7 @@ class TeacherScorer:
     async def _of_teacher(
         self, name: str, weight: float, episodes: tuple[Episode, ...], prompt: Prompt
     ) -> list[TeacherLogprobs]:
-        """Return the log-probs of a teacher for each episode. Raises GivenUp after max_wait_s."""
+        """Return a teacher's log-probs of episodes. Raises RetriesExhausted after max_wait_s."""
         service = self._services.get(name)
         begin = self._openings.get(name)
         openings = [None if begin is None else begin(prompt, e.opened) for e in episodes]

@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_async.config.schema import NamedTeacher
 from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.errors import (
-    EndpointMisset,
+    BadEndpoint,
     OutageTooLong,
     RolloutError,
     TextTooLong,
@@ -110,7 +110,7 @@ class TeacherService(EpisodeTeacher):
     async def check_tokens(self, tokenizer: Tokenizer, text: str) -> str | None:
         """Compare the server's tokens of some texts with the tokens of the teacher's tokenizer, the
         policy's unless another one is set. Return why they cannot be compared; None: they are
-        equal. Waits during an outage. Raises EndpointMisset if they differ."""
+        equal. Waits during an outage. Raises BadEndpoint if they differ."""
         named = "the policy"
         advice = (
             "A teacher reads the policy's token ids: choose a model of the same family, or name "
@@ -133,10 +133,10 @@ class TeacherService(EpisodeTeacher):
                 continue
             except OutageTooLong:
                 raise
-            except (EndpointMisset, JudgeRefusal) as error:  # it has no such route
+            except (BadEndpoint, JudgeRefusal) as error:  # it has no such route
                 return str(error)
             if served != expected:
-                raise EndpointMisset(
+                raise BadEndpoint(
                     f"{self.setting} has other tokens than {named}: {shown[:60]!r} is "
                     f"{served[:12]} there and {expected[:12]} here. {advice}"
                 )
@@ -163,7 +163,7 @@ class TeacherService(EpisodeTeacher):
                 read_scores, section.protocol, content, token_ids, self._top_k, self._vocab
             )
         except UnreadableLogprobs as error:
-            raise EndpointMisset(
+            raise BadEndpoint(
                 f"{self._address} does not answer as {self.setting}.protocol={section.protocol} "
                 f"asks: {error}. Correct {self.setting}."
             ) from None

@@ -45,7 +45,6 @@ from jaxrl_async.config.algorithm_section import AlgorithmSection, PairsSection
 from jaxrl_async.config.schema import Choice, name_of
 from jaxrl_async.config.userfile import is_own
 from jaxrl_async.later import Later
-from jaxrl_async.lent import lending
 from jaxrl_async.mesh import NO_DEVICE_LOCK, DeviceGuard
 from jaxrl_async.model.lora import joined
 from jaxrl_async.model.spec import Params
@@ -68,6 +67,7 @@ from jaxrl_async.trainer.token_columns import NO_SAMPLER_COLUMNS, SamplerColumns
 from jaxrl_async.trainer.update import Update
 from jaxrl_async.trainer.update_programs import Frozen, TrainState
 from jaxrl_async.types import EpisodeGroup, FloatArray, IntArray, PackedBatch
+from jaxrl_async.user_arguments import read_only_arguments
 
 if TYPE_CHECKING:
     from jaxrl_async.algorithms import answer_pairs
@@ -162,7 +162,7 @@ T = TypeVar("T")
 
 def _read_only(function: Callable[..., T], choice: Choice) -> Callable[..., T]:
     """Return a host-side function of the step's data; a user's function cannot change the data."""
-    return lending(function) if is_own(name_of(choice)) else function
+    return read_only_arguments(function) if is_own(name_of(choice)) else function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,13 @@ import pytest
 from datasets import Dataset
 
 import jaxrl_async
-from jaxrl_async.api.arguments import AMBIGUOUS, Brought, _section_of, check_given, configured
+from jaxrl_async.api.arguments import (
+    AMBIGUOUS,
+    TrainInputs,
+    _section_of,
+    configured,
+    require_inputs,
+)
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.peers.trl_fields import TRL
 from jaxrl_async.config.peers.tunix_fields import TUNIX
@@ -35,7 +41,7 @@ def right(completion: str, answer: str) -> float:
 def settled(tmp_path: Path, config: Any = None, /, **given: Any) -> tuple[Config, Task | None]:
     """Return the configuration and the task of a call."""
     settings = given.pop("settings", {})
-    resolved, task = configured(Brought(**given), config, {"dir": str(tmp_path), **settings})
+    resolved, task = configured(TrainInputs(**given), config, {"dir": str(tmp_path), **settings})
     if task is None and resolved.task is not None:
         task = load_task(resolved.task)
     return resolved, task
@@ -63,10 +69,10 @@ def test_a_section_that_a_file_turned_off_keeps_its_settings_when_it_is_turned_o
     file = tmp_path / "run.yaml"
     file.write_text("endpoint: {enabled: false, port: 8123, max_open_calls: 7}")
     given = {"endpoint": {"enabled": True, "max_open_calls": 9}}
-    config, _ = configured(Brought(), str(file), given)
+    config, _ = configured(TrainInputs(), str(file), given)
     assert config.endpoint is not None
     assert (config.endpoint.port, config.endpoint.max_open_calls) == (8123, 9)
-    assert configured(Brought(), str(file), {})[0].endpoint is None
+    assert configured(TrainInputs(), str(file), {})[0].endpoint is None
 
 
 @pytest.mark.parametrize(
@@ -82,9 +88,9 @@ def test_an_argument_turns_on_what_a_file_has_the_settings_of(
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"{switch}\n{section}: {json.dumps(own)}")
-    config, _ = configured(Brought(), str(file), given)
+    config, _ = configured(TrainInputs(), str(file), given)
     assert getattr(config, section).model_dump(exclude_unset=True) == own
-    assert getattr(configured(Brought(), str(file), {})[0], section) is None
+    assert getattr(configured(TrainInputs(), str(file), {})[0], section) is None
 
 
 def test_records_and_functions_become_a_task_that_no_configuration_can_name(tmp_path) -> None:
@@ -188,7 +194,7 @@ def test_a_call_that_lacks_something_is_refused_before_anything_is_made(
 def test_a_call_may_name_its_data_in_any_way(given) -> None:
     settings = {k: v for k, v in given.items() if k not in ("config", "data", "model", "task")}
     of_call = {k: given.get(k) for k in ("data", "model", "task")}
-    check_given(Brought(**of_call), given.get("config"), settings)
+    require_inputs(TrainInputs(**of_call), given.get("config"), settings)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +265,7 @@ def test_former_names_of_settings_are_read_with_a_warning_and_change_a_config(
         config, _ = settled(tmp_path, base, settings=settings)
         assert config.eval.asynchronous and config.algorithm.min_members == 3
         assert "train: eval.beside is now written eval.asynchronous=true" in caplog.text
-        check_given(Brought(model="m", data="f"), base, settings)
+        require_inputs(TrainInputs(model="m", data="f"), base, settings)
     before = {"eval": {"beside": True}}
     config, _ = settled(tmp_path, before, settings={"asynchronous": False})
     assert not config.eval.asynchronous and before == {"eval": {"beside": True}}

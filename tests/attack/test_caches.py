@@ -94,8 +94,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget_spares() -> None:
     """Have this process look for spare folders as a new one does."""
-    folders._spare.cache_clear()
-    folders._say.cache_clear()
+    folders._fallback.cache_clear()
+    folders._warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -21,18 +21,17 @@ from rollout_rig import EchoGenerate, PositionScorer, ScriptedGate, make_loop
 from runs import SMALL_JOB
 
 import jaxrl_async as jr
-from jaxrl_async.away import asked_wait_s, away_in, says_away
 from jaxrl_async.errors import (
-    Away,
-    EndpointMisset,
-    GivenUp,
+    BadEndpoint,
     OutageTooLong,
     Preempted,
+    RetriesExhausted,
     RolloutError,
     RolloutTimeout,
+    Unavailable,
 )
 from jaxrl_async.metrics.recorder import read_lines
-from jaxrl_async.outages import ALONE_S, CALL_S, FIRST_S, Outages, spoken, time_limit
+from jaxrl_async.outages import CALL_S, FIRST_S, ONE_PROMPT_S, Outages, duration_text, time_limit
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.evaluate import EvalEffort, evaluate
 from jaxrl_async.scorers.guard import GuardedScorer, try_once
@@ -40,6 +39,7 @@ from jaxrl_async.tasks import usercode
 from jaxrl_async.tasks.toolbox import Toolbox, ToolLimits
 from jaxrl_async.tasks.usercode import Threads, run_async, side_by_side
 from jaxrl_async.types import Prompt
+from jaxrl_async.unavailable import names_unavailable, retry_wait_s, unavailable_cause
 
 URL = "http://x.example/v1"
 
@@ -95,7 +95,7 @@ AWAY = [
     caused(RuntimeError("the sandbox does not start"), ConnectionError("x")),
     caused(RolloutError("x"), caused(ValueError("x"), TimeoutError())),
     ExceptionGroup("x", [ConnectionError("x"), httpx2.ReadError("x")]),
-    Away("x"),
+    Unavailable("x"),
 ]
 NOT_AWAY = [
     TypeError("x"),
@@ -115,7 +115,7 @@ NOT_AWAY = [
     Status(status_code=400),
     caused(http_error(404), ConnectionError("x")),
     RolloutTimeout("a limit of ours"),
-    EndpointMisset("x"),
+    BadEndpoint("x"),
     SystemExit(503),
     KeyboardInterrupt(),
     ExceptionGroup("x", [ConnectionError("x"), TypeError("x")]),
@@ -125,26 +125,26 @@ NOT_AWAY = [
 
 @pytest.mark.parametrize("error", AWAY, ids=repr)
 def test_a_service_that_is_away_is_known_by_what_its_client_raises(error):
-    assert away_in(error) is not None
+    assert unavailable_cause(error) is not None
 
 
 @pytest.mark.parametrize("error", NOT_AWAY, ids=repr)
 def test_what_will_not_pass_is_no_outage(error):
-    assert away_in(error) is None
+    assert unavailable_cause(error) is None
 
 
 def test_an_exception_in_words_is_known_by_its_name():
-    assert says_away("ToolsetError: serve: ConnectError: all connection attempts failed")
-    assert not says_away("TaskError: KeyError: 'x'")
+    assert names_unavailable("ToolsetError: serve: ConnectError: all connection attempts failed")
+    assert not names_unavailable("TaskError: KeyError: 'x'")
 
 
 def test_retry_after_is_read_of_any_client():
-    assert asked_wait_s(http_error(429, **{"Retry-After": "7"})) == 7
-    assert asked_wait_s(Away("x", 3.0)) == 3 and asked_wait_s(ConnectionError()) is None
+    assert retry_wait_s(http_error(429, **{"Retry-After": "7"})) == 7
+    assert retry_wait_s(Unavailable("x", 3.0)) == 3 and retry_wait_s(ConnectionError()) is None
     headers = Headers()
     headers["Retry-After"] = "12"
-    assert asked_wait_s(urllib.error.HTTPError(URL, 503, "x", headers, None)) == 12
-    assert asked_wait_s(http_error(429, **{"Retry-After": "999999"})) == 3600
+    assert retry_wait_s(urllib.error.HTTPError(URL, 503, "x", headers, None)) == 12
+    assert retry_wait_s(http_error(429, **{"Retry-After": "999999"})) == 3600
 
 
 # ---- one call
@@ -184,7 +184,7 @@ def test_a_call_is_made_again_with_growing_waits_and_retry_after_is_kept():
     waits = [1, 2, 4, 8, 16, 32, 60, 60, 90]
     assert [wait for wait in outages.waits if wait in waits[:7]][:14] == sorted(2 * waits[:7])
     assert outages.waits.count(90) == 1 and outages.counted["outage_retries"] >= 18
-    assert outages.total_s() == pytest.approx(273, abs=9) and not outages.away
+    assert outages.total_s() == pytest.approx(273, abs=9) and not outages.active
 
 
 def test_ten_minutes_are_waited_out_and_told_once_a_minute():
@@ -233,7 +233,7 @@ def test_a_server_that_never_existed_fails_fast_and_says_so():
     outages = QuickOutages()
     with pytest.raises(OutageTooLong, match=r"not answered once.*its address is right"):
         asyncio.run(outages.until_answered("the judge", failing(*[ConnectionError("x")] * 99)))
-    assert outages.clock.now_s <= 2 * FIRST_S and not outages.away
+    assert outages.clock.now_s <= 2 * FIRST_S and not outages.active
 
 
 def test_a_resumed_run_waits_for_a_server_that_the_earlier_one_knew():
@@ -286,9 +286,9 @@ def test_a_call_that_alone_fails_is_given_up_and_not_the_run(others):
             await asyncio.sleep(0.001)
         return await bad
 
-    with pytest.raises(GivenUp, match="TimeoutError"):
+    with pytest.raises(RetriesExhausted, match="TimeoutError"):
         asyncio.run(go())
-    assert outages.clock.now_s <= (ALONE_S + 65 if others == "never" else 35)
+    assert outages.clock.now_s <= (ONE_PROMPT_S + 65 if others == "never" else 35)
 
 
 @pytest.mark.full
@@ -302,7 +302,7 @@ def test_calls_of_several_prompts_wait_for_longer_than_one_alone():
         )
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    assert all(isinstance(e, GivenUp) for e in asyncio.run(go()))
+    assert all(isinstance(e, RetriesExhausted) for e in asyncio.run(go()))
     assert outages.clock.now_s >= CALL_S
 
 
@@ -433,7 +433,7 @@ def test_episodes_in_flight_in_an_outage_are_played_again_with_the_same_prompts(
     asyncio.run(make_loop(gate, make_env=Remote, outages=outages, max_failures=2).run())
     assert not gate.failed
     assert sorted(g.prompt.position for g in gate.put_groups) == list(range(8))
-    assert outages.counted["outage_retries"] >= 20 and not outages.away
+    assert outages.counted["outage_retries"] >= 20 and not outages.active
 
 
 def test_an_outage_changes_no_request():
@@ -540,7 +540,7 @@ def fetches(*urls, server=None, bad=None, outages=None, side_by_side=False):
 REFUSED = [
     ConnectionRefusedError(errno.ECONNREFUSED, "x"),
     ConnectionError("no server"),
-    Away("x", 1.0),
+    Unavailable("x", 1.0),
     http_error(429),
     http_error(503),
     Status(status=503),
@@ -588,7 +588,7 @@ def test_tools_with_bad_addresses_hold_no_turn_up_for_long():
     outages = QuickOutages()
     fetches("good", bad=error, outages=outages)
     fetches(*[f"bad{i}" for i in range(8)], bad=error, outages=outages, side_by_side=True)
-    assert outages.clock.now_s <= 40 and not outages.away
+    assert outages.clock.now_s <= 40 and not outages.active
     (said,), outages = fetches("bad", bad=http_error(429, **{"Retry-After": "3000"}))
     assert "HTTPStatusError" in said and not outages.waits
 
@@ -609,17 +609,17 @@ def test_calls_that_wait_as_they_were_asked_to_count_while_others_are_answered()
     outages.reported = True
 
     async def go():
-        asked = failing(Away("429", 3000.0))
+        asked = failing(Unavailable("429", 3000.0))
         waits = asyncio.ensure_future(outages.until_answered("the reward", asked, about=1))
         await asyncio.sleep(0)
         first = outages.reports()
         assert await outages.until_answered("the reward", failing(), about=2) == 5
-        outages._told_s.clear()  # a minute later
-        over, away, total_s = outages.reports(), outages.away, outages.total_s()
+        outages._reported_s.clear()  # a minute later
+        over, away, total_s = outages.reports(), outages.active, outages.total_s()
         await asyncio.sleep(0.02)
         assert outages.total_s() == total_s  # the service is there
         gate.set()
-        assert await waits == 5 and not outages.away and not outages.reports()
+        assert await waits == 5 and not outages.active and not outages.reports()
         return first, over, away
 
     first, over, away = asyncio.run(go())
@@ -637,7 +637,7 @@ def test_an_outage_that_begins_anew_while_a_call_waits_is_counted_from_there():
 
     async def long_wait():
         if left:
-            raise Away("429", left.pop() and 1000.0)
+            raise Unavailable("429", left.pop() and 1000.0)
         return 5
 
     async def go():
@@ -675,7 +675,7 @@ def test_a_reward_that_is_away_at_the_start_is_no_error_of_the_configuration():
 
 def test_durations_are_for_people():
     seconds = [0.0, 0.0501, 0.762, 1.5, 9.04, 31.2, 119.6, 126.0, 12240.0]
-    assert [spoken(s) for s in seconds] == [
+    assert [duration_text(s) for s in seconds] == [
         *["less than 1 s"] * 3,
         *["1.5 s", "9 s", "31 s", "120 s", "2 min", "3.4 h"],
     ]

@@ -107,7 +107,7 @@ async def test_an_output_that_somebody_else_holds_does_not_hold_up_the_end(tmp_p
             os.close(descriptor)
 
 
-async def test_a_keeper_that_is_killed_takes_its_session_along(tmp_path: Path) -> None:
+async def test_a_reaper_that_is_killed_takes_its_session_along(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     script = f"sleep 600 & echo $! $$ > {pids}; wait"
     command = await COMMANDS.start(["sh", "-c", script], {"PATH": os.environ["PATH"]})
@@ -122,7 +122,7 @@ async def test_a_keeper_that_is_killed_takes_its_session_along(tmp_path: Path) -
     assert not left_of(pids)
 
 
-async def test_a_keeper_that_is_stopped_ends_nevertheless(tmp_path: Path, monkeypatch) -> None:
+async def test_a_reaper_that_is_stopped_ends_nevertheless(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("jaxrl_async.rollout.command_groups.REAP_S", 0.2)
     pids = tmp_path / "pids"
     script = f"echo $$ > {pids}; sleep 600"
@@ -263,11 +263,11 @@ def test_the_process_exits_though_a_program_has_not_ended(program: str) -> None:
 KEEPS = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from jaxrl_async import left_threads
-left_threads.EXIT_S = 0.3
+from jaxrl_async import stuck_threads
+stuck_threads.EXIT_S = 0.3
 ThreadPoolExecutor(1, "pool").submit(time.sleep, 3600)
 threading.Thread(target=time.sleep, args=(3600,)).start()
-sys.exit(left_threads.at_exit_end_with(75))
+sys.exit(stuck_threads.at_exit_end_with(75))
 """
 
 

@@ -219,10 +219,10 @@ def test_the_secret_is_found_by_port_where_no_folder_of_caches_can_be_had(
 ) -> None:
     caches.touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folders._spare.cache_clear()
+    folders._fallback.cache_clear()
     with known_to_this_user(Address("127.0.0.1", 7), SECRET):
         assert locate_trainer("127.0.0.1:7").secret == SECRET
-    folders._spare.cache_clear()
+    folders._fallback.cache_clear()
 
 
 def test_who_looks_for_a_secret_leaves_no_folder(tmp_path: Path, caches: Path) -> None:

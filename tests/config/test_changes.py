@@ -7,9 +7,9 @@ import yaml
 
 from jaxrl_async.config.changes import changes
 from jaxrl_async.config.field_help import help_text, setting_names
-from jaxrl_async.config.former import NAMES, OFF, VALUES
 from jaxrl_async.config.load import dump, flattened, load
 from jaxrl_async.config.recipes import recipe_file
+from jaxrl_async.config.renamed_settings import NAMES, OFF, VALUES
 from jaxrl_async.config.schema import Config
 from jaxrl_async.config.several import runs_of
 from jaxrl_async.errors import ConfigError

@@ -289,7 +289,7 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
     "a_students_top_tokens_are_looked_at": {"teacher": {"source": "self", "top_k_of": "student"}},
     "a_teacher_at_a_path_has_one": {"teacher": {"source": "path"}},
     "teachers_are_those_of_the_source": {"teachers": {"a": {"path": "x"}}},
-    "a_named_teacher_has_one_place": {"teacher": {"source": "teachers"}, "teachers": {"a": {}}},
+    "a_named_teacher_has_one_source": {"teacher": {"source": "teachers"}, "teachers": {"a": {}}},
     "a_teacher_can_be_the_reference": {
         "algorithm": {"kl_coefficient": 0.1},
         "reference": {"teacher": "a"},
@@ -313,7 +313,7 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
     "an_adapting_staleness_has_room": {"staleness": {"adapt": "ess", "max_staleness": 0}},
     "a_selection_has_a_choice": {"buffer": {"select": "recent"}},
     "context_devices_share_a_row_evenly": {"mesh": {"trainer": {"context": 3}}},
-    "records_have_the_answers_asked_for": {"data": {"jsonl": {"path": "x", "answer_field": None}}},
+    "records_have_the_needed_answers": {"data": {"jsonl": {"path": "x", "answer_field": None}}},
     "sft_needs_no_warm_start": {"run": {"job": "sft"}, "warm_start": {"steps": 1}},
     "products_in_eight_bits_take_weights_in_eight_bits": {
         "sampler": {"matmul": "int8"},
@@ -340,7 +340,7 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
     "one_kl_looks_at_tokens": {
         "algorithm": {"kl": "full", "kl_coefficient": 0.1, "losses": {"a": {"loss": "kl"}}}
     },
-    "answers_are_drawn_at_random": {"sampler": {"temperature": 0}},
+    "answers_are_sampled_at_random": {"sampler": {"temperature": 0}},
     "a_loss_of_whole_ratios_has_the_behavior_as_anchor": {
         "algorithm": {"loss": "topr", "anchor": "proximal"}
     },
@@ -360,11 +360,11 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
     "dynamic_sampling_keeps_some_groups": {
         "algorithm": {"group_size": 1, "dynamic_sampling": True, "advantage": "reinforce_pp"}
     },
-    "dynamic_sampling_selects_by_what_is_trained": {
+    "dynamic_sampling_selects_by_trained_rewards": {
         "algorithm": {"dynamic_sampling": True},
         "teacher": {"source": "self", "rewards": 0},
     },
-    "worked_answers_are_trained_on_at_temperature_1": {
+    "demonstrations_are_trained_at_temperature_1": {
         "algorithm": {"supervised_coefficient": 0.1},
         "sampler": {"temperature": 0.5},
     },
@@ -437,13 +437,13 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
     },
     "folders_that_are_written_are_on_this_machine": {"run": {"dir": "gs://bucket/runs"}},
     "traced_steps_are_made": {"run": {"profile": (2, 2)}},
-    "jetstream_draws_in_one_way": {"sampler": {"engine": "jetstream"}},  # eval.temperature
+    "jetstream_samples_in_one_way": {"sampler": {"engine": "jetstream"}},  # eval.temperature
     "a_copy_goes_to_an_address": {"run": {"copy_to": "s3://key:secret@bucket/runs"}},
-    "a_bucket_holds_all_that_a_run_goes_on_with": {
+    "a_bucket_holds_all_that_a_resumed_run_needs": {
         "checkpoint": {"dir": "gs://bucket/runs"},
         "warm_start": {"steps": 2},
     },
-    "a_copy_and_checkpoints_lie_apart": {
+    "a_copy_and_checkpoints_are_separate": {
         "run": {"name": "a", "copy_to": "gs://bucket/runs"},
         "checkpoint": {"dir": "gs://bucket/runs/"},
     },
@@ -452,15 +452,17 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
         "algorithm": {"shaping": ({"overlong_filter": {"max_tokens": 64}},)}
     },
     "each_task_could_be_a_run_of_its_own": {"tasks": {"a": {"sampling": {"temperature": 0.0}}}},
-    "tasks_take_the_place_of_one": {"task": "calculator", "tasks": {"a": {}}},
-    "what_all_tasks_share_is_set_once": {"tasks": {"a": {"data": {"tokenizer": "x"}}, "b": {}}},
+    "tasks_replace_the_single_task": {"task": "calculator", "tasks": {"a": {}}},
+    "shared_settings_of_tasks_are_set_once": {
+        "tasks": {"a": {"data": {"tokenizer": "x"}}, "b": {}}
+    },
     "process_rewards_have_one_age": {
         "tasks": {
             "a": {"reward": {"process": {"function": "x.py:f", "max_age": 1}}},
             "b": {"reward": {"process": {"function": "x.py:f"}}},
         }
     },
-    "a_step_is_filled_without_groups_that_no_one_waits_for": {
+    "a_step_is_filled_by_tasks_that_the_trainer_waits_for": {
         "tasks": {"a": {"trainer_waits": False}}
     },
     "several_tasks_have_no_opponents": {
@@ -471,7 +473,7 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
         "tasks": {"a": {"sampling": {"temperature": 0.5}}, "b": {}},
         "algorithm": {"kl": "full", "kl_coefficient": 0.1},
     },
-    "what_tasks_have_in_common_is_read_by_one": {
+    "shared_settings_of_tasks_are_read_by_one": {
         "tasks": {"a": {"reward": {"timeout_s": 9.0}}},
         "reward": {"timeout_s": 5.0},
     },
@@ -490,7 +492,7 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
         "teacher": {"source": "teachers"},
         "teachers": {"t": {"path": "x", "chips": "sampler"}},
     },
-    "some_task_samples_as_the_sampler_says": {
+    "some_task_has_the_samplers_settings": {
         "tasks": {"a": {"sampling": {"top_k": 3}}},
         "sampler": {"top_k": 5},
     },
@@ -577,7 +579,7 @@ BROKEN: dict[str, dict | tuple[dict, ...]] = {
             "runs": {"a": {}},
         },
     ),
-    "an_engine_does_what_is_asked": (
+    "an_engine_supports_the_settings": (
         {
             "model": {"lora": {"rank": 4}},
             "sampler": VLLM,
@@ -787,7 +789,7 @@ def test_teachers_that_can_be_asked_are_not_refused():
     names = {v.rule.name for v in RULES.violations(config)}
     assert not names & {
         "teachers_are_those_of_the_source",
-        "a_named_teacher_has_one_place",
+        "a_named_teacher_has_one_source",
         "servers_give_what_the_loss_compares",
     }
 
@@ -800,7 +802,7 @@ def test_whose_top_tokens_they_are_is_refused_where_nobody_looks_at_them(teacher
 
 @pytest.mark.parametrize("name", [*RULES, *CHECKS])
 def test_a_rule_says_what_it_demands(name):
-    broken = RULES[name].broken if name in RULES else CHECKS[name]
+    broken = RULES[name].check if name in RULES else CHECKS[name]
     assert (broken.__doc__ or "").strip().endswith(".")
 
 

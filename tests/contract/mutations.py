@@ -1342,7 +1342,7 @@ GROUPS = (
         ("test_malloc.py",),
         (
             ("max(1, (os.cpu_count() or 1) //", "max(2, (os.cpu_count() or 1) //"),
-            ("CORES_OF_AN_ARENA = 4", "CORES_OF_AN_ARENA = 5"),
+            ("CORES_PER_ARENA = 4", "CORES_PER_ARENA = 5"),
         ),
     ),
     Group(
@@ -1573,7 +1573,7 @@ GROUPS = (
         ("sandbox/test_harbor.py",),
         (
             ("not in (*OUT_OF_TIME, *OUT_OF_CONTEXT)", "not in (*OUT_OF_TIME,)"),
-            ("RolloutError if unscored[0]", "Away if unscored[0]"),
+            ("RolloutError if unscored[0]", "Unavailable if unscored[0]"),
             ("rewards = {REWARD: 0.0}", "rewards = {REWARD: 1.0}"),
             ("if 0.0 <= reward <= 1.0 else", "if 0.0 <= reward else"),
             ("bool(kinds & set(OUT_OF_TIME))", "bool(kinds)"),
@@ -1831,17 +1831,17 @@ GROUPS = (
         ),
     ),
     Group(
-        "api/conversing",
-        ("api/test_conversing.py::test_a_turn_continues_the_tokens_that_were_sampled",),
+        "api/conversation",
+        ("api/test_conversation.py::test_a_turn_continues_the_tokens_that_were_sampled",),
         (
             ("np.concatenate([turns.token_ids, tail])", "chat.opening(messages, ())"),
             ("np.concatenate([turns.token_ids, token_ids])", "token_ids"),
         ),
     ),
     Group(
-        "api/conversing",
-        ("api/test_conversing.py::test_log_probs_are_those_of_the_answer_at_temperature_one",),
-        (("start=len(self._asked.token_ids)", "start=0"),),
+        "api/conversation",
+        ("api/test_conversation.py::test_log_probs_are_those_of_the_answer_at_temperature_one",),
+        (("start=len(self._prompt.token_ids)", "start=0"),),
     ),
     Group(
         "endpoint/http_server",

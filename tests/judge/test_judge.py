@@ -13,7 +13,7 @@ from fake_judge import FakeJudge
 from outage_clock import QuickOutages
 
 from jaxrl_async.config.judge_section import Criterion, JudgeSection
-from jaxrl_async.errors import ConfigError, EndpointMisset, OutageTooLong, RolloutError
+from jaxrl_async.errors import BadEndpoint, ConfigError, OutageTooLong, RolloutError
 from jaxrl_async.judge import judge_cache
 from jaxrl_async.judge.judge import JudgeScorer, JudgeService, Transcripts
 from jaxrl_async.judge.judge_cache import JudgeCache, question_key
@@ -391,7 +391,7 @@ def test_a_misset_judge_is_asked_once_and_no_retry_of_the_guard_follows(server, 
     shown = Transcripts(decode=decode, decode_all=decode)
     scorer = JudgeScorer(service, chosen, rubric_of(chosen), shown)
     guard = GuardedScorer(scorer, timeout_s=20.0, retries=5, backoff_s=0.0)
-    with pytest.raises(EndpointMisset, match=r"Correct reward\.judge"):
+    with pytest.raises(BadEndpoint, match=r"Correct reward\.judge"):
         asyncio.run(guard((episode("a"),), PROMPT))
     assert service.meter.read()["calls"] == 1
     service.close()

@@ -8,7 +8,7 @@ from fake_judge import FakeJudge
 from runs import config_of, metrics_of
 
 from jaxrl_async.config.schema import Config
-from jaxrl_async.errors import ConfigError, EndpointMisset
+from jaxrl_async.errors import BadEndpoint, ConfigError
 from jaxrl_async.run.loop import train
 
 TINY = (
@@ -81,7 +81,7 @@ def test_a_run_is_judged_and_resumed_without_paying_twice(tmp_path: Path) -> Non
 def test_a_judge_whose_key_is_withdrawn_ends_the_run_at_once(tmp_path: Path) -> None:
     with FakeJudge() as server:
         server.faults = [*[""] * 3, *["401"] * 500]
-        with pytest.raises(EndpointMisset, match=r"answers 401.*Correct reward\.judge"):
+        with pytest.raises(BadEndpoint, match=r"answers 401.*Correct reward\.judge"):
             train(judged(tmp_path, server, "run.steps=20", "faults.backoff_s=0.01"))
         calls = len(server.bodies)
     assert calls <= 3 + 8, "each group under way asks once at most"

@@ -48,7 +48,7 @@ def test_no_command_outlives_a_killed_process_and_its_children_neither():
         pids = [int(word) for word in run.stdout.readline().split()]
         assert len(pids) == 6 and all(map(is_alive, pids))
         run.kill()
-    assert gone(pids), "the keepers leave, too"
+    assert gone(pids), "the reapers leave, too"
 
 
 @pytest.mark.full
@@ -80,7 +80,7 @@ def test_a_command_ends_as_it_would_by_itself(words, code, output):
 
 @pytest.mark.parametrize("moment", ["before the pipe", "in the pipe"])
 def test_a_start_that_is_cancelled_leaves_no_command(moment, monkeypatch):
-    """Either the loop has the pipe already, or not: the keeper ends, and the pipe is closed."""
+    """Either the loop has the pipe already, or not: the reaper ends, and the pipe is closed."""
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
 
@@ -106,6 +106,6 @@ def test_a_start_that_is_cancelled_leaves_no_command(moment, monkeypatch):
         await asyncio.sleep(0)
 
     asyncio.run(run())
-    (keeper,) = started
-    assert keeper.stdout is not None and keeper.stdout.closed
-    assert keeper.wait(60) and not COMMANDS.running
+    (reaper,) = started
+    assert reaper.stdout is not None and reaper.stdout.closed
+    assert reaper.wait(60) and not COMMANDS.running

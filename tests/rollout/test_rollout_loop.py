@@ -17,7 +17,7 @@ from rollout_rig import EchoGenerate, PositionScorer, ScriptedGate, make_loop, p
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.endpoint.agent_programs import AgentPrograms, ProgramEndpoint
 from jaxrl_async.endpoint.sessions import SessionLimits, Sessions
-from jaxrl_async.errors import Closed, EndpointMisset, RolloutError, StartOver
+from jaxrl_async.errors import BadEndpoint, Closed, RolloutError, StartOver
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.rollout.env import GuardedEnvs, SingleTurn
 from jaxrl_async.rollout.episode import SavedEpisode
@@ -212,19 +212,19 @@ def test_too_many_failures_in_a_row_end_the_run_with_the_first_cause():
 def test_an_endpoint_that_will_serve_no_call_ends_the_run_at_once(size):
     class Misset(PositionScorer):
         async def __call__(self, episodes, prompt):
-            raise EndpointMisset("401. Correct the key.")
+            raise BadEndpoint("401. Correct the key.")
 
     class MissetSeat:
         def __init__(self, prompt):
             self.prompt = prompt
 
         async def step(self, prompt, completion):
-            raise EndpointMisset("401. Correct the key.")
+            raise BadEndpoint("401. Correct the key.")
 
     for parts in ({"scorer": Misset()}, {"make_env": MissetSeat, "least_members": 1}):
         gate = ScriptedGate(*[1] * 20)
         loop = make_loop(gate, group_size=size, max_failures=5, **parts)
-        with pytest.raises(EndpointMisset, match=r"401\. Correct the key"):
+        with pytest.raises(BadEndpoint, match=r"401\. Correct the key"):
             asyncio.run(asyncio.wait_for(loop.run(), 20))
         assert not gate.failed and not gate.put_groups
 

@@ -185,5 +185,5 @@ def test_the_reading_is_that_of_jaxlib(message, monkeypatch) -> None:
     for name, value in message.items():
         monkeypatch.setenv(name, value)
     options, memory = xla_client.generate_pjrt_gpu_plugin_options(), gpu_memory()
-    assert options.get("memory_fraction") == memory.told
+    assert options.get("memory_fraction") == memory.env_share
     assert options.get("preallocate", True) == memory.preallocated

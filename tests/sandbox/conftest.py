@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from jaxrl_async.errors import Away, ConfigError
+from jaxrl_async.errors import ConfigError, Unavailable
 from jaxrl_async.sandbox import sandbox_layout as layout
 from jaxrl_async.sandbox.sandbox import Sandbox, SandboxLimits
 
@@ -27,7 +27,7 @@ def refused(kind: str) -> str:
         try:
             with Sandbox(SandboxLimits()) as box:
                 box.wait_ready()
-        except (Away, ConfigError) as error:
+        except (Unavailable, ConfigError) as error:
             return str(error)
     return ""
 

@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "benchmarks/peers"))
 import environments  # noqa: E402
 from harbor_tasks import write_task, write_tasks  # noqa: E402
 
-from jaxrl_async.errors import Away, ConfigError, DataError, RolloutError  # noqa: E402
+from jaxrl_async.errors import ConfigError, DataError, RolloutError, Unavailable  # noqa: E402
 from jaxrl_async.sandbox import harbor_task as harbor  # noqa: E402
 from jaxrl_async.sandbox.harbor_files import copies_of, read_tasks  # noqa: E402
 from jaxrl_async.tasks.named_tasks import load_task  # noqa: E402
@@ -144,17 +144,17 @@ def test_agents_that_ran_out_of_time_or_context_are_scored(result, reward, parts
     ],
 )  # fmt: skip
 def test_errors_of_the_machine_are_retried_and_never_scored(kind: str) -> None:
-    with pytest.raises(Away, match=f"{kind}: oh"):
+    with pytest.raises(Unavailable, match=f"{kind}: oh"):
         harbor.score_of_trial(result_of({"reward": 1.0}, kind))
-    with pytest.raises(Away):
+    with pytest.raises(Unavailable):
         harbor.score_of_trial(result_of({"reward": 1.0}, "AgentTimeoutError", kind))
 
 
 def test_other_errors_of_agents_and_of_verifiers_fail_the_group() -> None:
     with pytest.raises(RolloutError, match="NonZeroAgentExitCodeError") as failed:
         harbor.score_of_trial(result_of({"reward": 1.0}, "NonZeroAgentExitCodeError"))
-    assert not isinstance(failed.value, Away)
-    with pytest.raises(Away, match="without a reward"):
+    assert not isinstance(failed.value, Unavailable)
+    with pytest.raises(Unavailable, match="without a reward"):
         harbor.score_of_trial(result_of(None))
     with pytest.raises(RolloutError, match="a, b and no `reward`"):
         harbor.score_of_trial(result_of({"a": 1, "b": 2}))
@@ -190,7 +190,7 @@ def test_the_trials_of_a_process_that_ended_fail_although_another_has_begun() ->
         lost, played = Future[dict](), Future[dict]()
         process._waiting = {0: (ended, lost), 1: (running, played)}
         process._read(ended)
-        assert isinstance(lost.exception(0), Away) and not played.done()
+        assert isinstance(lost.exception(0), Unavailable) and not played.done()
         assert list(process._waiting) == [1]
         process.close()
 
@@ -312,7 +312,7 @@ def test_a_trial_that_is_cancelled_or_killed_leaves_nothing(
         work = asyncio.ensure_future(player.play(session))
         await until(True)
         player._process._process.terminate()
-        with pytest.raises(Away, match="has ended"):
+        with pytest.raises(Unavailable, match="has ended"):
             await work
         await until(False)
 

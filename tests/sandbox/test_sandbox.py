@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_async.errors import Away, ConfigError
+from jaxrl_async.errors import ConfigError, Unavailable
 from jaxrl_async.sandbox import sandbox_layout as layout
 from jaxrl_async.sandbox.code_reward import PYTHON, Grade, grade
 from jaxrl_async.sandbox.sandbox import Sandbox, SandboxLimits, SandboxPool
@@ -336,7 +336,7 @@ def test_a_pool_keeps_some_ready_and_lends_no_more_than_allowed(sandboxes) -> No
         thread.join()
     assert most[0] == 2
     pool.close()
-    with pytest.raises(Away), pool.one() as box:
+    with pytest.raises(Unavailable), pool.one() as box:
         box.close()
         box.run(["true"])
 
@@ -347,11 +347,11 @@ def test_a_sandbox_that_fails_is_an_error_of_the_machine(sandboxes, monkeypatch)
     box.wait_ready()
     thread = threading.Timer(0.3, box._process.terminate)
     thread.start()
-    with pytest.raises(Away):
+    with pytest.raises(Unavailable):
         box.run(["sleep", "60"], timeout_s=60.0)
     box.close()
     monkeypatch.setattr(layout, "start_command", lambda *_: ["sh", "-c", "echo oh >&2; exit 3"])
-    with pytest.raises(Away, match="oh"):
+    with pytest.raises(Unavailable, match="oh"):
         Sandbox(LIMITS).run(["true"])
     words = ["sh", "-c", "echo 'no namespaces: not permitted' >&2; exit 77"]
     monkeypatch.setattr(layout, "start_command", lambda *_: words)

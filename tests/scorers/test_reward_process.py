@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from lettered import answer, record, spell
 
-from jaxrl_async.away import asked_wait_s, away_in
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.errors import ConfigError, RolloutError, RolloutTimeout
 from jaxrl_async.run.watchdog import Reading, Watchdog
@@ -23,6 +22,7 @@ from jaxrl_async.scorers.reward_process import RewardProcesses
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, make_scorer
 from jaxrl_async.tasks.function_source import source_of
 from jaxrl_async.types import Score
+from jaxrl_async.unavailable import retry_wait_s, unavailable_cause
 
 pytestmark = pytest.mark.full
 
@@ -124,8 +124,8 @@ def test_a_regular_expression_that_backtracks_is_ended_and_other_threads_go_on()
 def test_a_service_that_is_unavailable_is_known_from_a_process_as_from_a_thread(processes):
     with pytest.raises(RolloutError, match=r"reward away on prompt .*the grader is away") as caught:
         scores_of(scorer_of(away, processes=processes), record(), "a")
-    found = away_in(caught.value)
-    assert found is not None and asked_wait_s(found) == 7
+    found = unavailable_cause(caught.value)
+    assert found is not None and retry_wait_s(found) == 7
 
 
 def test_calls_of_a_group_that_failed_are_not_made(tmp_path):

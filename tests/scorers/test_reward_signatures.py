@@ -20,12 +20,12 @@ from lettered import EOS, answer, record, spell
 from jaxrl_async.algorithms.advantages import step_data
 from jaxrl_async.config.schema import RewardSection
 from jaxrl_async.errors import ConfigError, RefusedScore, RolloutError
-from jaxrl_async.lent import lending
 from jaxrl_async.rollout.evaluate import accuracy
 from jaxrl_async.scorers.rewards import Judge, RewardScorer, make_scorer
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.trainer.data_metrics import group_measures
 from jaxrl_async.types import Episode, EpisodeGroup, Score, StopReason, Ticket
+from jaxrl_async.user_arguments import read_only_arguments
 
 
 def rewards(function, of, *texts, **made):
@@ -493,7 +493,7 @@ def test_a_function_of_a_whole_step_cannot_change_it():
         seen.append(data)
         return "given back"
 
-    assert lending(scribbles)(data) == "given back"
+    assert read_only_arguments(scribbles)(data) == "given back"
     assert seen[0].rewards[0].tolist() == [1.0, 0.0] and len(seen[0].groups[0].episodes) == 2
     assert group.prompt.columns == {"tests": [1]} and group.scores[0].parts == {"a": 1.0}
     assert data.rewards[0].flags.writeable and data.rewards[0].tolist() == [1.0, 0.0]

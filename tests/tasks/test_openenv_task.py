@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.codec import dumps, loads
-from jaxrl_async.errors import Away, ConfigError, RolloutError, StartOver
+from jaxrl_async.errors import ConfigError, RolloutError, StartOver, Unavailable
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.openenv_client import ServerAddress, checked_url, read_observed
 from jaxrl_async.tasks.openenv_task import (
@@ -310,7 +310,7 @@ async def test_a_server_that_hangs_dies_or_refuses(server: str):
     assert isinstance(refused, str) and "guess must be a number" in refused
     assert (await env.step(user_message("4"))).done
     await env.close()
-    for word, error in (("hang", Away), ("die", Away)):
+    for word, error in (("hang", Unavailable), ("die", Unavailable)):
         env = environment(server, reply_s=0.5)
         await env.reset({"seed": 3})
         with pytest.raises(error):

@@ -22,7 +22,7 @@ from jaxrl_async.config.schema import Config, NamedTeacher
 from jaxrl_async.data.addresses import local_folder
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
-from jaxrl_async.errors import EndpointMisset
+from jaxrl_async.errors import BadEndpoint
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.outages import Outages
 from jaxrl_async.sampler.sampler import Sampler
@@ -351,7 +351,7 @@ def test_a_server_must_have_the_tokens_of_the_named_tokenizer(tmp_path: Any) -> 
         asyncio.run(trial((one,), prompt))
         server.tokenize = lambda text: byte_level_tokenizer(500).encode(text).tolist()
         message = r"teachers\.t has other tokens than teachers\.t\.tokenizer"
-        with pytest.raises(EndpointMisset, match=message):
+        with pytest.raises(BadEndpoint, match=message):
             asyncio.run(trial((one,), prompt))
         teachers.close()
     assert setting == "teachers.t"
@@ -403,7 +403,7 @@ def test_messages_need_a_teacher_with_a_chat_template() -> None:
         chat=lambda: None,
     )
     talk = ({"role": "user", "content": "1 + 2?"},)
-    with pytest.raises(EndpointMisset, match=r"teachers\.t\.tokenizer=x: prompt 3 has messages"):
+    with pytest.raises(BadEndpoint, match=r"teachers\.t\.tokenizer=x: prompt 3 has messages"):
         plain(replace(make_prompt(3), messages=talk))
     bare = plain(replace(make_prompt(3), text="1 + 2?"))
     assert byte_level_tokenizer(300).decode(bare) == "1 + 2?"

@@ -15,7 +15,13 @@ from fake_teacher import FakeTeacher
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.config.schema import NamedTeacher
 from jaxrl_async.data.chat import chat_format
-from jaxrl_async.errors import ConfigError, EndpointMisset, GivenUp, OutageTooLong, RolloutError
+from jaxrl_async.errors import (
+    BadEndpoint,
+    ConfigError,
+    OutageTooLong,
+    RetriesExhausted,
+    RolloutError,
+)
 from jaxrl_async.outages import Outages
 from jaxrl_async.teachers.prompt_logprobs import UnreadableLogprobs, read_scores
 from jaxrl_async.teachers.teacher_choices import TeacherChoices
@@ -140,7 +146,7 @@ def test_a_teacher_may_read_a_demonstration_in_place_of_the_prompt() -> None:
         wanted = [server.table[6, 7], server.table[7, 1], server.table[5, 11], server.table[11, 12]]
         np.testing.assert_allclose(found.logprobs, wanted, rtol=1e-6)
         other = replace(prompt, token_ids=np.array([5, 3], np.int32))
-        with pytest.raises(EndpointMisset, match="does not begin with it"):
+        with pytest.raises(BadEndpoint, match="does not begin with it"):
             asyncio.run(scorer((episode,), other))
         one.close()
 
@@ -160,7 +166,7 @@ def test_a_context_is_a_text_or_messages_of_a_record() -> None:
     assert "1 + 1 = 2. Now: 1 + 2" in tokenizer.decode_all(written)
     assert contexts(replace(prompt, columns={"shown": asked_for})).tolist() == written
     for wrong in ({}, {"shown": ""}, {"shown": 3}):
-        with pytest.raises(EndpointMisset, match=r"teachers\.t\.context=shown: prompt 3"):
+        with pytest.raises(BadEndpoint, match=r"teachers\.t\.context=shown: prompt 3"):
             contexts(replace(prompt, columns=wrong))
 
 
@@ -199,7 +205,7 @@ def test_a_record_or_its_task_names_the_teachers(columns: Any, of_task: Any, wan
 )
 def test_a_wrong_teacher_ends_the_run_with_its_name(columns: Any, message: str) -> None:
     choices = TeacherChoices(weights={"a": 1.0, "b": 0.5}, column="teacher")
-    with pytest.raises(EndpointMisset, match=message):
+    with pytest.raises(BadEndpoint, match=message):
         choices.of(replace(make_prompt(0), columns=columns))
 
 
@@ -217,7 +223,7 @@ def test_a_function_of_the_task_reads_the_whole_record() -> None:
     assert choices.of(prompt) == {"a": 1.0}
     assert seen == [{"prompt": "1+1", "n": 2, "messages": [{"role": "user", "content": "1+1"}]}]
     wrong = TeacherChoices(weights={"a": 1.0}, column="teacher", of_task=lambda r: r["kind"])
-    with pytest.raises(EndpointMisset, match=r"Task\.teacher raised KeyError .* prompt 4: 'kind'"):
+    with pytest.raises(BadEndpoint, match=r"Task\.teacher raised KeyError .* prompt 4: 'kind'"):
         wrong.of(prompt)
 
 
@@ -229,9 +235,9 @@ def test_records_are_checked_without_a_call_of_the_tasks_function() -> None:
     assert not calls
     wrong = replace(one, columns={"teacher": "c"})
     for checked in (choices, replace(choices, of_task=None)):
-        with pytest.raises(EndpointMisset, match="column 'teacher' names the teacher 'c'"):
+        with pytest.raises(BadEndpoint, match="column 'teacher' names the teacher 'c'"):
             checked.check(wrong)
-    with pytest.raises(EndpointMisset, match="prompt 4 does not say which"):
+    with pytest.raises(BadEndpoint, match="prompt 4 does not say which"):
         replace(choices, of_task=None).check(one)
 
 
@@ -293,7 +299,7 @@ def test_a_group_that_waits_too_long_is_dropped_and_counted() -> None:
         server.faults = ["hang", "hang"]
         one = service(server.url)
         began_s = time.monotonic()
-        with pytest.raises(GivenUp, match=r"prompt 3: the group waited .* is dropped"):
+        with pytest.raises(RetriesExhausted, match=r"prompt 3: the group waited .* is dropped"):
             asked(one, wait_s=0.2)
         assert time.monotonic() - began_s < 5
     assert one.counts()["dropped_groups"] == 1
@@ -302,13 +308,13 @@ def test_a_group_that_waits_too_long_is_dropped_and_counted() -> None:
 def test_a_wrong_address_or_answer_ends_the_run() -> None:
     with FakeTeacher(VOCAB, 0) as server:
         server.faults = ["404", "404"]
-        with pytest.raises(EndpointMisset, match=r"answers 404.*Correct teachers\.t"):
+        with pytest.raises(BadEndpoint, match=r"answers 404.*Correct teachers\.t"):
             asked(service(server.url))
         server.faults = ["garbage", "garbage"]
-        with pytest.raises(EndpointMisset, match="has no log-probs of the prompt"):
+        with pytest.raises(BadEndpoint, match="has no log-probs of the prompt"):
             asked(service(server.url))
         server.faults = ["short", "short"]
-        with pytest.raises(EndpointMisset, match=r"likely tokens and not 13 \(teacher.top_k\)"):
+        with pytest.raises(BadEndpoint, match=r"likely tokens and not 13 \(teacher.top_k\)"):
             asked(service(server.url, top_k=13))
         server.faults = ["400", "400"]
         one = service(server.url)

@@ -10,10 +10,10 @@ import pytest
 
 from jaxrl_async.algorithms.pacing import Bounds
 from jaxrl_async.errors import (
+    BadEndpoint,
     CheckpointError,
     Closed,
     EarlierSaveError,
-    EndpointMisset,
     FolderLost,
     TrainingError,
 )
@@ -222,10 +222,10 @@ def test_the_slice_is_not_locked_while_an_asynchronous_evaluation_is_waited_for(
 
 def test_an_error_of_an_asynchronous_evaluation_ends_the_run_saved_and_its_step_reported() -> None:
     def fails() -> dict[str, float]:
-        raise EndpointMisset("no such judge.")
+        raise BadEndpoint("no such judge.")
 
     script = Script(evaluate=fails)
-    with pytest.raises(EndpointMisset, match="no such judge"):
+    with pytest.raises(BadEndpoint, match="no such judge"):
         script.trainer(eval_async=True).run()
     assert script.events[-2:] == ["report 0", "save 1"] and "publish 1" not in script.events
     (version, values) = script.begun[-1]

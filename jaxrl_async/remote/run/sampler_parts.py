@@ -18,8 +18,8 @@ from jaxrl_async.errors import ConfigError, MeshError, printable
 from jaxrl_async.mesh import (
     SAMPLER_RULES,
     check_collective,
-    have_threads_for_collectives,
     make_mesh,
+    reserve_collective_threads,
     skip_absent_accelerators,
     spans_processes,
 )
@@ -170,7 +170,7 @@ def claim_sampler_devices(axes: Mapping[str, int], processes: int = 1) -> None:
     skip_absent_accelerators()
     needed = math.prod(axes.values())
     if needed > 1:
-        have_threads_for_collectives()
+        reserve_collective_threads()
     try:
         jax.config.update("jax_num_cpu_devices", max(1, needed // processes))
     except RuntimeError:

@@ -23,8 +23,8 @@ from jaxrl_async.mesh import (
     DeviceLock,
     DeviceLocks,
     Slices,
-    ask_for_cpu_devices,
-    have_threads_for_collectives,
+    request_cpu_devices,
+    reserve_collective_threads,
     skip_absent_accelerators,
 )
 from jaxrl_async.run.builders.program_cache import usable_folder, verify_compiled_programs
@@ -58,11 +58,11 @@ def claim_devices(config: Config) -> None:
     if config.mesh.num_devices > MAX_CPU_DEVICES:
         return
     if max(config.mesh.trainer.num_devices, config.mesh.sampler.num_devices) > 1:
-        have_threads_for_collectives()
+        reserve_collective_threads()
     processes = config.distributed.num_processes or 1
     needed = run_devices_per_process(config, processes)
     least = LEAST_CPU_DEVICES if processes == 1 else 1
-    if not ask_for_cpu_devices(max(needed, least)):  # a notebook, or an earlier job
+    if not request_cpu_devices(max(needed, least)):  # a notebook, or an earlier job
         _restart_cpu(needed)
 
 
@@ -106,7 +106,7 @@ def _restart_cpu(needed: int) -> None:
         )
     log.info("JAX's CPU backend is restarted with %d devices", needed)
     clear_backends()
-    ask_for_cpu_devices(needed)
+    request_cpu_devices(needed)
 
 
 def leave_devices_to_samplers(mesh: MeshSection) -> None:

@@ -298,7 +298,7 @@ def _teachers(config: Config, policy: Policy, slices: Slices, state: TrainState)
             local={
                 name: named_teachers.LocalTeacher(*loaded(teacher.path, teacher.adapter))
                 for name, teacher in config.named_teachers.items()
-                if teacher.path is not None and not teacher.is_asked
+                if teacher.path is not None and not teacher.is_queried
             },
             aligned=any(t.tokenizer is not None for t in config.named_teachers.values()),
             reference=config.reference_settings.teacher if config.refers else None,

@@ -152,7 +152,7 @@ def reading(
         groups_per_step=config.algorithm.groups_per_step,
         compiled=sum(compiled.values()),
         with_caller=console.with_caller,
-        outage=inputs.outages.away,
+        outage=inputs.outages.active,
         within_limits=within_limits(config.faults, most_s, score_s, env_s, program_s),
         playing=of_rollouts.active,
         score_s=score_s,

@@ -105,7 +105,7 @@ class GivingUp:
     def __call__(self) -> bool:
         """Return whether to stop waiting."""
         hurries = self._stop.is_set() and (
-            self._stop.preempted or not self._router.living or self._outages.away
+            self._stop.preempted or not self._router.living or self._outages.active
         )
         if hurries and not self._given_up:
             self._given_up = True

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from orbax.checkpoint import v1
 
 from jaxrl_async.config.changes import changes
-from jaxrl_async.config.former import turn_off
 from jaxrl_async.config.load import dump, flattened
 from jaxrl_async.config.lora_section import LoraSection
+from jaxrl_async.config.renamed_settings import turn_off
 from jaxrl_async.config.schema import CheckpointSection, Config
 from jaxrl_async.errors import CheckpointError, EarlierSaveError, FolderLost
 from jaxrl_async.host import give_back_memory

@@ -69,14 +69,14 @@ def read_only(carrier: T) -> T:
     return copied(carrier)
 
 
-def lending(function: Callable[..., T]) -> Callable[..., T]:
+def read_only_arguments(function: Callable[..., T]) -> Callable[..., T]:
     """Wrap a function of carriers to make its arguments read-only."""
 
     @functools.wraps(function)
-    def lent(*carriers: Any) -> T:
+    def call(*carriers: Any) -> T:
         return function(*map(read_only, carriers))
 
-    return lent
+    return call
 
 
 def as_json(messages: Sequence[Message]) -> tuple[Message, ...]:

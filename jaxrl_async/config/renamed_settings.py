@@ -42,31 +42,31 @@ REPLACED: Mapping[str, str] = {
     "preference.margin": "reward_model.margin",
 }
 """Former switches, and how the section that is chosen now is given instead."""
-SWITCHED = (("endpoint",), ("data", "addition"), ("data", "jsonl"))
+SWITCHED_SECTIONS = (("endpoint",), ("data", "addition"), ("data", "jsonl"))
 """Sections that these switches make null."""
 
 
-class Renewed(NamedTuple):
+class CurrentSetting(NamedTuple):
     """A setting by its current name, with its current value."""
 
     name: str  # dotted
     value: Any
 
 
-class Replaced(NamedTuple):
+class ReplacedSetting(NamedTuple):
     """A setting that was written in a former way."""
 
     written: str  # its name there, dotted
-    now: str  # its current name
-    told: str  # what a warning says
+    current: str  # its current name
+    warning: str
 
 
-def renewed(name: str, value: object) -> Renewed:
+def current_form(name: str, value: object) -> CurrentSetting:
     """Return the current form of a setting, given by its dotted name."""
     name = NAMES.get(name, name)
     if isinstance(value, str):
         value = VALUES.get(name, {}).get(value, value)
-    return Renewed(name, value)
+    return CurrentSetting(name, value)
 
 
 def turns_off(name: str, value: object) -> bool:
@@ -75,35 +75,36 @@ def turns_off(name: str, value: object) -> bool:
     return off and not isinstance(value, bool)  # False == 0
 
 
-def now_of(name: str) -> str | None:
+def current_name(name: str) -> str | None:
     """Return how a former setting is written now; None: it is not one."""
     return NAMES.get(name) or REPLACED.get(name)
 
 
-def renew_names(tree: dict[str, object]) -> list[Replaced]:
+def rename_settings(tree: dict[str, object]) -> list[ReplacedSetting]:
     """Replace former names and values of settings in nested sections; return those replaced. If
-    the current name is given as well, its value is used. Settings of several places are renewed in
-    each place before they are merged, so that the later place counts."""
-    replaced: list[Replaced] = []
+    the current name is given as well, its value is used. Settings of several sources are renamed in
+    each source before they are merged, so that the later source counts."""
+    replaced: list[ReplacedSetting] = []
     for written in (*NAMES, *VALUES):
         section, _, key = written.rpartition(".")
         settings = _inner(tree, section.split("."))
         if key not in settings:
             continue
-        now = renewed(written, settings[key])
-        if now == (written, settings[key]):
+        current = current_form(written, settings[key])
+        if current == (written, settings[key]):
             continue
         del settings[key]
-        told = f"{written} is now written {now.name}={_written(now.value)}"
-        own = now.name.rpartition(".")[2]
-        if own in settings:
-            told = f"{written} is not read: it is now written {now.name}, which is given, too"
-        settings.setdefault(own, now.value)
-        replaced.append(Replaced(written, now.name, told))
-    return [*replaced, *_choose_source(tree), *_choose_endpoint(tree), *_move_margin(tree)]
+        warning = f"{written} is now written {current.name}={_written(current.value)}"
+        key = current.name.rpartition(".")[2]
+        if key in settings:
+            now = f"it is now written {current.name}, which is given, too"
+            warning = f"{written} is not read: {now}"
+        settings.setdefault(key, current.value)
+        replaced.append(ReplacedSetting(written, current.name, warning))
+    return [*replaced, *_renew_source(tree), *_renew_endpoint(tree), *_move_margin(tree)]
 
 
-def _choose_source(tree: dict[str, object]) -> list[Replaced]:
+def _renew_source(tree: dict[str, object]) -> list[ReplacedSetting]:
     """Make null the source of prompts that data.source does not name."""
     data = _inner(tree, ["data"])
     source = data.get("source")
@@ -116,15 +117,15 @@ def _choose_source(tree: dict[str, object]) -> list[Replaced]:
     records = data.get("jsonl")
     if other == "jsonl" and _inner(tree, ["warm_start"]).get("path") and isinstance(records, dict):
         data["jsonl"] = {k: v for k, v in records.items() if k not in ("path", "eval_path")}
-        told = "data.source=addition is now written data.addition={}, without data.jsonl.path"
+        warning = "data.source=addition is now written data.addition={}, without data.jsonl.path"
     else:
         data[other] = None
-        given = "data.addition={}" if source == "addition" else "data.jsonl.path=FILE"
-        told = f"data.source={source} is now written {given}, with data.{other}=null"
-    return [Replaced("data.source", f"data.{source}", told)]
+        current = "data.addition={}" if source == "addition" else "data.jsonl.path=FILE"
+        warning = f"data.source={source} is now written {current}, with data.{other}=null"
+    return [ReplacedSetting("data.source", f"data.{source}", warning)]
 
 
-def _choose_endpoint(tree: dict[str, object]) -> list[Replaced]:
+def _renew_endpoint(tree: dict[str, object]) -> list[ReplacedSetting]:
     """Make the endpoint null where endpoint.enabled turned it off, unless its settings were read
     nevertheless: for a task's program or external agents."""
     endpoint = _inner(tree, ["endpoint"])
@@ -135,11 +136,11 @@ def _choose_endpoint(tree: dict[str, object]) -> list[Replaced]:
     if not on and not (tree.get("task") or endpoint.get("external_agents")):
         tree["endpoint"] = None
     now = "null" if tree["endpoint"] is None else "{...}, without enabled" if endpoint else "{}"
-    told = f"endpoint.enabled={_written(on)} is now written endpoint={now}"
-    return [Replaced("endpoint.enabled", "endpoint", told)]
+    warning = f"endpoint.enabled={_written(on)} is now written endpoint={now}"
+    return [ReplacedSetting("endpoint.enabled", "endpoint", warning)]
 
 
-def _move_margin(tree: dict[str, object]) -> list[Replaced]:
+def _move_margin(tree: dict[str, object]) -> list[ReplacedSetting]:
     """Move the margin of a reward model to the section of its own."""
     settings = _inner(tree, ["preference"])
     if "margin" not in settings:
@@ -147,7 +148,7 @@ def _move_margin(tree: dict[str, object]) -> list[Replaced]:
     return [_moved_to_reward_model(tree, "margin", settings.pop("margin"))]
 
 
-def _move_size(tree: dict[str, object]) -> list[Replaced]:
+def _move_size(tree: dict[str, object]) -> list[ReplacedSetting]:
     """Move the batch size of run.job=reward_model to the section of its own."""
     settings, own = _inner(tree, ["preference"]), tree.get("reward_model") or {}
     of_job = _inner(tree, ["run"]).get("job") == "reward_model"
@@ -158,21 +159,21 @@ def _move_size(tree: dict[str, object]) -> list[Replaced]:
     return [_moved_to_reward_model(tree, "batch_size", settings.pop("batch_size"))]
 
 
-def _moved_to_reward_model(tree: dict[str, object], name: str, value: object) -> Replaced:
+def _moved_to_reward_model(tree: dict[str, object], name: str, value: object) -> ReplacedSetting:
     """Write a former setting of preference into reward_model, unless that has it."""
-    given = tree.get("reward_model")
-    own = given if isinstance(given, dict) else {}
+    section = tree.get("reward_model")
+    own = section if isinstance(section, dict) else {}
     was, now = f"preference.{name}", f"reward_model.{name}"
-    told = f"{was} is now written {now}={_written(value)}"
+    warning = f"{was} is now written {now}={_written(value)}"
     if name in own:
-        told = f"{was} is not read: it is now written {now}, which is given, too"
+        warning = f"{was} is not read: it is now written {now}, which is given, too"
     tree["reward_model"] = {name: value, **own}
-    return Replaced(was, now, told)
+    return ReplacedSetting(was, now, warning)
 
 
-def turn_off(tree: dict[str, object]) -> list[Replaced]:
+def turn_off(tree: dict[str, object]) -> list[ReplacedSetting]:
     """Make null the nested sections that were turned off in a former way, and move what depends on
-    the job; return these. This comes last, since a later place may turn a section on and keep the
+    the job; return these. This comes last, since a later source may turn a section on and keep the
     other settings."""
     replaced = _move_size(tree)
     for section, (key, _) in OFF.items():
@@ -180,12 +181,12 @@ def turn_off(tree: dict[str, object]) -> list[Replaced]:
         holder = _inner(tree, outer)
         settings, switch = holder.get(name), f"{section}.{key}"
         if isinstance(settings, dict) and key in settings and turns_off(switch, settings[key]):
-            told = f"{switch}={_written(settings[key])} is now written {section}=null"
+            warning = f"{switch}={_written(settings[key])} is now written {section}=null"
             holder[name] = None
-            replaced.append(Replaced(switch, section, told))
+            replaced.append(ReplacedSetting(switch, section, warning))
     if tree.get("seats") == {}:
         tree["seats"] = None
-        replaced.append(Replaced("seats", "seats", "seats={} is now written seats=null"))
+        replaced.append(ReplacedSetting("seats", "seats", "seats={} is now written seats=null"))
     return replaced
 
 

@@ -33,8 +33,8 @@ from jaxrl_async.types import (
     StopReason,
 )
 
-LOOK_S = 0.02
-"""How often a stream looks for new tokens, seconds."""
+POLL_S = 0.02
+"""Interval at which a stream polls for new tokens, seconds."""
 ENDING_S = 1.0
 """Maximum wait for an answer that was stopped, seconds; one that has not begun is taken back."""
 NUMBERS = itertools.count(1)
@@ -43,8 +43,8 @@ NO_TOKENS: IntArray = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaidTokens:
-    """What was said in a conversation so far, as messages and as tokens."""
+class Transcript:
+    """A conversation so far, as messages and as tokens."""
 
     messages: tuple[Message, ...] = ()
     token_ids: IntArray = field(default_factory=lambda: NO_TOKENS)  # [length] int32; [0]: none yet
@@ -62,8 +62,8 @@ class ConversationAnswer:
 
 
 def with_question(
-    turns: SaidTokens, question: str, chat: ChatFormat | None, tokenizer: Tokenizer
-) -> SaidTokens:
+    turns: Transcript, question: str, chat: ChatFormat | None, tokenizer: Tokenizer
+) -> Transcript:
     """Return the turns with a question, up to where the policy's answer begins. Raises DataError.
 
     Args:
@@ -73,23 +73,23 @@ def with_question(
         tokenizer: of the policy.
     """
     if chat is None:
-        return SaidTokens(token_ids=tokenizer.encode_prompt(question))
-    asked: Message = {"role": "user", "content": question}
-    messages = (*turns.messages, asked)
+        return Transcript(token_ids=tokenizer.encode_prompt(question))
+    message: Message = {"role": "user", "content": question}
+    messages = (*turns.messages, message)
     if len(turns.token_ids):
-        tail = chat.continuation(turns.token_ids, [asked], ())
+        tail = chat.continuation(turns.token_ids, [message], ())
         if tail is not None:
-            whole = np.concatenate([turns.token_ids, tail]).astype(np.int32)
-            return SaidTokens(messages=messages, token_ids=whole)
-    return SaidTokens(messages=messages, token_ids=chat.opening(messages, ()))
+            tokens = np.concatenate([turns.token_ids, tail]).astype(np.int32)
+            return Transcript(messages=messages, token_ids=tokens)
+    return Transcript(messages=messages, token_ids=chat.opening(messages, ()))
 
 
-def with_answer(turns: SaidTokens, token_ids: IntArray, chat: ChatFormat | None) -> SaidTokens:
+def with_answer(turns: Transcript, token_ids: IntArray, chat: ChatFormat | None) -> Transcript:
     """Return the turns with the policy's answer, [drawn] int32, whose tokens are kept as they
     are."""
-    whole = np.concatenate([turns.token_ids, token_ids]).astype(np.int32)
-    said = () if chat is None else (*turns.messages, chat.message(token_ids, ()))
-    return SaidTokens(messages=said, token_ids=whole)
+    tokens = np.concatenate([turns.token_ids, token_ids]).astype(np.int32)
+    messages = () if chat is None else (*turns.messages, chat.message(token_ids, ()))
+    return Transcript(messages=messages, token_ids=tokens)
 
 
 class Conversation:
@@ -119,8 +119,8 @@ class Conversation:
         messages: tuple[Message, ...] = ()
         if system is not None:
             messages = ({"role": "system", "content": system},)
-        self._turns = SaidTokens(messages=messages)
-        self._asked: SaidTokens | None = None  # up to where the last answer begins
+        self._turns = Transcript(messages=messages)
+        self._prompt: Transcript | None = None  # up to where the last answer begins
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -154,8 +154,8 @@ class Conversation:
         Raises DataError for what cannot be tokenized, RolloutError if there is no room for an
         answer.
         """
-        asked = with_question(self._turns, question, self._chat, self._tokenizer)
-        return self._answered(asked, max_new_tokens, sampling, on_text, stopped)
+        prompt = with_question(self._turns, question, self._chat, self._tokenizer)
+        return self._answered(prompt, max_new_tokens, sampling, on_text, stopped)
 
     def regenerate(
         self,
@@ -166,16 +166,16 @@ class Conversation:
         stopped: threading.Event | None = None,
     ) -> ConversationAnswer:
         """Replace the last answer; as `ask`. Raises DataError if nothing was asked."""
-        if self._asked is None:
+        if self._prompt is None:
             raise DataError("there is no answer yet that could be replaced. Ask something first.")
-        return self._answered(self._asked, max_new_tokens, sampling, on_text, stopped)
+        return self._answered(self._prompt, max_new_tokens, sampling, on_text, stopped)
 
     def logprobs(self, top: int = 0) -> ScoredText:
         """Return the log-probs of the last answer's tokens, and of the `top` likeliest at each
         position, at temperature 1; blocks. Raises DataError if there is no answer yet."""
-        if self._asked is None:
+        if self._prompt is None:
             raise DataError("there is no answer yet that has log-probs. Ask something first.")
-        scored = LogprobRequest(prompt=True, start=len(self._asked.token_ids), top=top)
+        scored = LogprobRequest(prompt=True, start=len(self._prompt.token_ids), top=top)
         request = Request(
             request_id=f"chat-{next(NUMBERS)}",
             token_ids=self._turns.token_ids,
@@ -188,14 +188,14 @@ class Conversation:
 
     def _answered(
         self,
-        asked: SaidTokens,
+        prompt: Transcript,
         most: int | None,
         sampling: SamplingParams,
         on_text: Callable[[str], object] | None,
         stopped: threading.Event | None,
     ) -> ConversationAnswer:
         """Sample an answer, and make it the conversation's last one unless it is empty."""
-        longest, length = self._sampler.section.max_length, len(asked.token_ids)
+        longest, length = self._sampler.section.max_length, len(prompt.token_ids)
         if length >= longest:
             raise RolloutError(
                 f"the conversation has {length} tokens, and at most {longest} fit together with an "
@@ -204,7 +204,7 @@ class Conversation:
         room = min(longest - length, self._sampler.section.max_new_tokens)
         request = Request(
             request_id=f"chat-{next(NUMBERS)}",
-            token_ids=asked.token_ids,
+            token_ids=prompt.token_ids,
             max_new_tokens=room if most is None else min(most, room),
             sampling=sampling,
             stop_token_ids=stop_ids(self._tokenizer, self._chat),
@@ -214,7 +214,7 @@ class Conversation:
         done = self._sampled(request, on_text, stopped)
         ids = NO_TOKENS if done is None else done.token_ids
         if done is not None and len(ids):
-            self._asked, self._turns = asked, with_answer(asked, ids, self._chat)
+            self._prompt, self._turns = prompt, with_answer(prompt, ids, self._chat)
         return ConversationAnswer(
             text=self._tokenizer.decode(ids),
             stop=StopReason.CANCELLED if done is None else done.stop,
@@ -258,27 +258,27 @@ def streamed(
         stopped: ends the answer when it is set: its tokens so far are then the answer.
     """
     (future,) = sampler.start_many([request])
-    told = ""
+    yielded = ""
     try:
         while not future.done():
             for partial in sampler.progress():
                 if partial.request.request_id == request.request_id:
                     # a character's bytes may be spread over tokens: the last one may change
-                    whole = text_of(partial.token_ids).rstrip("\N{REPLACEMENT CHARACTER}")
-                    if whole.startswith(told) and len(whole) > len(told):
-                        yield whole[len(told) :]
-                        told = whole
+                    text = text_of(partial.token_ids).rstrip("\N{REPLACEMENT CHARACTER}")
+                    if text.startswith(yielded) and len(text) > len(yielded):
+                        yield text[len(yielded) :]
+                        yielded = text
             if stopped is not None and stopped.is_set():
                 with suppress(RolloutError):  # one that has not begun is cancelled below
                     sampler.save(request.request_id, stop=True, with_kv=False)
                 wait([future], timeout=ENDING_S)
                 if not future.done():
                     return None
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         done = future.result()
-        whole = text_of(done.token_ids)
-        if len(whole) > len(told):
-            yield whole[len(told) :]
+        text = text_of(done.token_ids)
+        if len(text) > len(yielded):
+            yield text[len(yielded) :]
         return done
     finally:
         future.cancel()

@@ -6,7 +6,7 @@ exit code is lost. The interpreter therefore does not exit while such a thread e
 
     a command              the process ends immediately, with the exit code of the command
     a program that calls   it waits at its exit until the thread returns, for a limited time;
-    train()                then, or at Ctrl-C, the process ends immediately, with LEFT_CODE or
+    train()                then, or at Ctrl-C, the process ends immediately, with STUCK_CODE or
                            INTERRUPTED_CODE
 """
 
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-LEFT_CODE = 1
+STUCK_CODE = 1
 """Exit code of a process that timed out waiting for a thread."""
 INTERRUPTED_CODE = 130
 """Exit code if Ctrl-C ended the wait."""
@@ -34,24 +34,24 @@ WAITING = {
 
 log = logging.getLogger(__name__)
 
-_left: dict[threading.Thread, float] = {}  # timeout of each, seconds
+_registered: dict[threading.Thread, float] = {}  # timeout of each, seconds
 _code: int | None = None  # the command's exit code; None: this process runs no command
-os.register_at_fork(after_in_child=_left.clear)
+os.register_at_fork(after_in_child=_registered.clear)
 
 
-def leave_behind(thread: threading.Thread, longest_s: float = LEAST_S) -> None:
+def register_stuck(thread: threading.Thread, longest_s: float = LEAST_S) -> None:
     """Register a daemon thread that may not end, although everything that it waits for was closed.
     Call this before joining the thread, since Ctrl-C may interrupt the join. Registered threads
     that have ended are removed.
 
     longest_s: maximum duration of what the thread does.
     """
-    for ended in [other for other in list(_left) if not other.is_alive()]:
-        _left.pop(ended, None)
-    if not _left:
+    for ended in [other for other in list(_registered) if not other.is_alive()]:
+        _registered.pop(ended, None)
+    if not _registered:
         atexit.unregister(_end)
         atexit.register(_end)  # after jax's own: the last one registered is called first
-    _left[thread] = max(longest_s, LEAST_S)
+    _registered[thread] = max(longest_s, LEAST_S)
 
 
 def at_exit_end_with(code: int) -> int:
@@ -68,16 +68,16 @@ def at_exit_end_with(code: int) -> int:
 def _end_late(code: int) -> None:
     """End a process whose interpreter waits for non-daemon threads, or for threads of a
     ThreadPoolExecutor."""
-    kept = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    names = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
     log.warning(
         "the process did not exit %g s after its work was done, and ends now; its threads were: %s",
         EXIT_S,
-        ", ".join(sorted(kept)[:16]),
+        ", ".join(sorted(names)[:16]),
     )
     _end_process(code)
 
 
-def inside_programs() -> list[threading.Thread]:
+def threads_in_native_code() -> list[threading.Thread]:
     """Return the registered threads that are still inside native code."""
     frames = sys._current_frames()
 
@@ -88,7 +88,7 @@ def inside_programs() -> list[threading.Thread]:
         file = os.path.basename(frame.f_code.co_filename)
         return frame.f_code.co_name not in WAITING.get(file, ())
 
-    return [thread for thread in list(_left) if is_inside(thread)]
+    return [thread for thread in list(_registered) if is_inside(thread)]
 
 
 def _end() -> None:
@@ -101,18 +101,18 @@ def _end() -> None:
 
 def _wait() -> None:
     """Wait until no thread is inside native code; end the process after a timeout."""
-    if _code is not None and inside_programs():
+    if _code is not None and threads_in_native_code():
         _end_process(_code)
         return
-    began, said = time.monotonic(), False
-    while threads := inside_programs():
-        left_s = began + max(_left[thread] for thread in threads) - time.monotonic()
+    began, warned = time.monotonic(), False
+    while threads := threads_in_native_code():
+        left_s = began + max(_registered[thread] for thread in threads) - time.monotonic()
         if left_s <= 0:
             log.error("%s did not end: the process ends without it", threads[0].name)
-            _end_process(LEFT_CODE)
+            _end_process(STUCK_CODE)
             return
-        if not said:
-            said = True
+        if not warned:
+            warned = True
             log.warning(
                 "waiting at most %.0f s for thread %s: it is inside native code that cannot be "
                 "interrupted",

@@ -1,13 +1,13 @@
 """Run one command and clean up everything that it started. Standard library only, run as a script.
 
-    caller ──starts──> keeper ──starts──> command ──> children, also those that leave its session
+    caller ──starts──> reaper ──starts──> command ──> children, also those that leave its session
                          │ the command exits, the caller sends SIGTERM, or the caller has died:
                          │ SIGKILL to everything below
                          └─ ends as the command did
 
-On Linux the keeper is a subreaper: a process below it that loses its parent becomes the keeper's
+On Linux the reaper is a subreaper: a process below it that loses its parent becomes the reaper's
 child, so a double fork does not escape. On other systems it kills the command's process group.
-The command has the caller's standard input and output. A keeper costs about 20 ms of CPU time and
+The command has the caller's standard input and output. A reaper costs about 20 ms of CPU time and
 5 MB.
 """
 
@@ -21,17 +21,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-"""Signals that a keeper waits for; all but the first end its command."""
+"""Signals that a reaper waits for; all but the first end its command."""
 RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python ignores; the command gets their default handlers."""
-LOOK_S = 0.5
-"""Interval at which a keeper checks whether its caller is alive, seconds."""
+CHECK_S = 0.5
+"""Interval at which a reaper checks whether its caller is alive, seconds."""
 END_S = 5.0
 """Maximum wait for killed processes to exit, seconds: a process inside a driver cannot be ended."""
-AGAIN_S = 0.02
+RESCAN_S = 0.02
 """Wait before killing processes that were started in the meantime, seconds."""
 MAX_FILES = 65_536
-"""A keeper closes its descriptors below this number once its command has them."""
+"""A reaper closes its descriptors below this number once its command has them."""
 NOT_FOUND, NOT_RUN = 127, 126
 """Exit codes for a command that does not exist, or cannot be run; the same as in shells."""
 
@@ -43,14 +43,14 @@ SCOPED_SINCE = 6  # version of Landlock
 SCOPE_SIGNAL = 2
 
 
-def kept(words: Sequence[str]) -> list[str]:
-    """Return the words of a command that runs another one under a keeper. This process must start
+def under_reaper(words: Sequence[str]) -> list[str]:
+    """Return the words of a command that runs another one under a reaper. This process must start
     it in a new session; SIGTERM ends it with everything that it has started."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *words]
 
 
 def kill_session(session: int) -> None:
-    """Kill the processes of a session, if the system lists them: for a keeper that was killed."""
+    """Kill the processes of a session, if the system lists them: for a reaper that was killed."""
     for pid, _, of_session in _processes():
         if of_session == session:
             with suppress(ProcessLookupError, PermissionError):
@@ -71,12 +71,12 @@ def main(arguments: Sequence[str]) -> None:
     command = os.fork()
     if command == 0:
         _become(words, before, system)
-    _let_go_of_files()
+    _close_files()
     status = None
     while status is None and os.getppid() == caller:
-        if _waited(LOOK_S):
+        if _wait_for_end(CHECK_S):
             break
-        status = _reaped()[0].get(command)
+        status = _reap()[0].get(command)
     ended = _end_all(command)
     _end_as(ended.get(command, signal.SIGKILL) if status is None else status)
 
@@ -131,33 +131,33 @@ def _become(words: list[str], mask: Iterable[int], system: _System) -> None:
     except OSError as error:
         os.write(2, f"{words[0]}: {error.strerror}\n".encode(errors="replace"))
         os._exit(NOT_FOUND if error.errno == errno.ENOENT else NOT_RUN)
-    finally:  # always: this process is not the keeper
+    finally:  # always: this process is not the reaper
         os._exit(NOT_RUN)
 
 
-def _let_go_of_files() -> None:
+def _close_files() -> None:
     """Close the command's descriptors, so its pipes end when it does."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for own in (0, 1, 2):
-        os.dup2(nothing, own)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
     os.closerange(3, MAX_FILES)
 
 
-def _waited(seconds: float) -> bool:
+def _wait_for_end(seconds: float) -> bool:
     """Wait for a signal; return whether one arrived that ends the command."""
     if hasattr(signal, "sigtimedwait"):
-        came = signal.sigtimedwait(SIGNALS, seconds)
-        return came is not None and came.si_signo != signal.SIGCHLD
-    time.sleep(min(seconds, 4 * AGAIN_S))
+        received = signal.sigtimedwait(SIGNALS, seconds)
+        return received is not None and received.si_signo != signal.SIGCHLD
+    time.sleep(min(seconds, 4 * RESCAN_S))
     return bool(signal.sigpending() & (SIGNALS - {signal.SIGCHLD}))
 
 
-def _reaped() -> tuple[dict[int, int], bool]:
+def _reap() -> tuple[dict[int, int], bool]:
     """Return the wait status of each child that has ended, and whether other children exist."""
     ended = {}
     try:
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = found[1]
+        while (result := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[result[0]] = result[1]
     except ChildProcessError:
         return ended, False
     return ended, True
@@ -172,11 +172,11 @@ def _end_all(command: int) -> dict[int, int]:
     while time.monotonic() < until:
         for child in _children():
             _kill_group(child)
-        more, are_left = _reaped()
+        more, remain = _reap()
         ended |= more
-        if not are_left:
+        if not remain:
             break
-        time.sleep(AGAIN_S)
+        time.sleep(RESCAN_S)
     return ended
 
 

@@ -13,7 +13,7 @@ import pytest
 from runs import CONFIGS, many_digits
 from test_faults import TINY
 
-from jaxrl_async import left_threads
+from jaxrl_async import stuck_threads
 from jaxrl_async.run import threads
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ LASTS_S = 150.0
 PROGRAM = """
 import sys
 from jaxrl_async.errors import WeightsError
-from jaxrl_async.left_threads import at_exit_end_with
+from jaxrl_async.stuck_threads import at_exit_end_with
 from jaxrl_async.run import threads
 from jaxrl_async.testing import sabotage as faults
 from jaxrl_async.testing.sabotage import Hits, injected
@@ -138,7 +138,7 @@ def test_a_signal_during_a_long_update_ends_the_process_with_its_code(
 
 
 def test_only_a_thread_that_is_inside_something_is_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(left_threads, "_left", {})
+    monkeypatch.setattr(stuck_threads, "_registered", {})
     over, spins = threading.Event(), list[bool]()
 
     def spin() -> None:
@@ -149,15 +149,15 @@ def test_only_a_thread_that_is_inside_something_is_waited_for(monkeypatch) -> No
     inside = threading.Thread(target=spin, daemon=True)
     for thread in (waiting, inside):
         thread.start()
-        left_threads.leave_behind(thread)
-    assert left_threads.inside_programs() == [inside]
+        stuck_threads.register_stuck(thread)
+    assert stuck_threads.threads_in_native_code() == [inside]
     threading.Timer(0.3, lambda: spins.append(True)).start()
-    left_threads._end()
+    stuck_threads._end()
     assert not inside.is_alive() and waiting.is_alive()
     over.set()
 
 
-@pytest.mark.parametrize(("code", "ends_with"), [(75, 75), (None, left_threads.LEFT_CODE)])
+@pytest.mark.parametrize(("code", "ends_with"), [(75, 75), (None, stuck_threads.STUCK_CODE)])
 def test_a_thread_that_stays_inside_does_not_keep_the_process(monkeypatch, code, ends_with) -> None:
     over, ends = list[bool](), []
 
@@ -167,10 +167,10 @@ def test_a_thread_that_stays_inside_does_not_keep_the_process(monkeypatch, code,
 
     thread = threading.Thread(target=spin, daemon=True)
     thread.start()
-    monkeypatch.setattr(left_threads, "_left", {thread: 0.2})
-    monkeypatch.setattr(left_threads, "_code", code)
-    monkeypatch.setattr(left_threads, "_end_process", ends.append)
-    left_threads._end()
+    monkeypatch.setattr(stuck_threads, "_registered", {thread: 0.2})
+    monkeypatch.setattr(stuck_threads, "_code", code)
+    monkeypatch.setattr(stuck_threads, "_end_process", ends.append)
+    stuck_threads._end()
     over.append(True)
     assert ends == [ends_with]
 
@@ -180,7 +180,7 @@ def test_a_thread_whose_join_is_interrupted_is_left_behind(monkeypatch) -> None:
         def join(self, timeout: float | None = None) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(left_threads, "_left", {})
+    monkeypatch.setattr(stuck_threads, "_registered", {})
     over = threading.Event()
     parts = SimpleNamespace(
         trainer=SimpleNamespace(longest_update_s=1.0, clock=SimpleNamespace(doing="learning"))
@@ -193,23 +193,23 @@ def test_a_thread_whose_join_is_interrupted_is_left_behind(monkeypatch) -> None:
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             join(thread)
-    assert set(left_threads._left) == {trainer, other}
+    assert set(stuck_threads._registered) == {trainer, other}
     over.set()
     for thread in (trainer, other):
         threading.Thread.join(thread)
     third = threading.Thread()
-    left_threads.leave_behind(third)
-    assert set(left_threads._left) == {third}, "those that have ended are forgotten"
+    stuck_threads.register_stuck(third)
+    assert set(stuck_threads._registered) == {third}, "those that have ended are forgotten"
 
 
 def test_ctrl_c_while_a_program_waits_at_its_exit_ends_it_without_a_traceback() -> None:
     program = """
 import signal, threading, time
-from jaxrl_async.left_threads import leave_behind
+from jaxrl_async.stuck_threads import register_stuck
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits none
 thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
 thread.start()
-leave_behind(thread)
+register_stuck(thread)
 """
     process = subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True

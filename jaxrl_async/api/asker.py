@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.api.conversing import Conversation, streamed
+from jaxrl_async.api.conversation import Conversation, streamed
 from jaxrl_async.api.scored_text import (
     Scored,
     ScoredText,
@@ -38,7 +38,7 @@ from jaxrl_async.types import (
 USUAL_TOKENS = 256
 """Default maximum length of an answer, tokens."""
 
-Asked = str | Sequence[Message]
+PromptLike = str | Sequence[Message]
 """A text (a question to a chat model, or the beginning that another model continues), or a
 conversation to answer."""
 
@@ -90,7 +90,7 @@ class Asker:
 
     def generate(
         self,
-        prompts: Asked | Sequence[Asked],
+        prompts: PromptLike | Sequence[PromptLike],
         *,
         max_new_tokens: int = USUAL_TOKENS,
         temperature: float = 1.0,
@@ -114,8 +114,8 @@ class Asker:
         and for a constraint that cannot be followed.
         """
         sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-        asked = listed_prompts(prompts)
-        requests = [self._request(p, max_new_tokens, sampling, constraint) for p in asked]
+        listed = listed_prompts(prompts)
+        requests = [self._request(p, max_new_tokens, sampling, constraint) for p in listed]
         return [self._text(c.token_ids) for c in self._sampler.generate(requests)]
 
     def score(
@@ -137,7 +137,7 @@ class Asker:
         Raises DataError for what cannot be tokenized, RolloutError for a text that is too long.
         """
         requests = [
-            self._scoring(one, index, top, ids) for index, one in enumerate(listed_texts(texts))
+            self._scoring(text, index, top, ids) for index, text in enumerate(listed_texts(texts))
         ]
         answers = self._sampler.generate(requests)
         pairs = zip(requests, answers, strict=True)
@@ -156,9 +156,9 @@ class Asker:
         """Return the text of one token; a part of a character is U+FFFD."""
         return self._tokenizer.token_text(token_id)
 
-    def _scoring(self, one: Scored, index: int, top: int, ids: Sequence[int]) -> Request:
+    def _scoring(self, text: Scored, index: int, top: int, ids: Sequence[int]) -> Request:
         self._count += 1
-        tokens, first = tokens_to_score(one, index, self._tokenizer, self._conversation)
+        tokens, first = tokens_to_score(text, index, self._tokenizer, self._conversation)
         return Request(
             request_id=f"score-{self._count}",
             token_ids=tokens,
@@ -169,7 +169,7 @@ class Asker:
 
     def stream(
         self,
-        prompt: Asked,
+        prompt: PromptLike,
         *,
         max_new_tokens: int = USUAL_TOKENS,
         temperature: float = 1.0,
@@ -185,7 +185,7 @@ class Asker:
 
     def _request(
         self,
-        prompt: Asked,
+        prompt: PromptLike,
         most: int,
         sampling: SamplingParams,
         constraint: Constraint | None = None,
@@ -214,8 +214,8 @@ class Asker:
                 "the prompt has an image, and the policy reads text alone. Load a Gemma 3 with its "
                 "vision tower (docs/images.md), or leave the image out."
             )
-        asked, numbers = take_images(messages, self._images)
-        tokens = self._format().opening(asked, ())
+        taken, numbers = take_images(messages, self._images)
+        tokens = self._format().opening(taken, ())
         return tokens if self._images is None else self._images.named(tokens, numbers)
 
     def _format(self) -> ChatFormat:
@@ -244,29 +244,29 @@ def _loaded(policy: Policy | str | Path) -> Policy:
     return policy
 
 
-def listed_prompts(prompts: Asked | Sequence[Asked]) -> list[Asked]:
+def listed_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
     """Return one prompt or several as a list. Raises DataError for what is neither text nor
     messages."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise DataError(f"prompts is a {type(prompts).__name__}. Give a text, messages, or a list.")
-    each: list[Any] = list(prompts)
-    if each and all(isinstance(message, Mapping) for message in each):
-        return [each]  # a conversation
-    for index, prompt in enumerate(each):
+    listed: list[Any] = list(prompts)
+    if listed and all(isinstance(message, Mapping) for message in listed):
+        return [listed]  # a conversation
+    for index, prompt in enumerate(listed):
         messages = isinstance(prompt, Sequence) and all(isinstance(m, Mapping) for m in prompt)
         if not (isinstance(prompt, str) or (messages and len(prompt))):
             raise DataError(
                 f"prompts[{index}] is {prompt!r:.80}. Give a text, or messages such as "
                 '[{"role": "user", "content": "..."}].'
             )
-    return each
+    return listed
 
 
 def generate(
     policy: Policy | str | Path,
-    prompts: Asked | Sequence[Asked],
+    prompts: PromptLike | Sequence[PromptLike],
     *,
     max_new_tokens: int = USUAL_TOKENS,
     temperature: float = 1.0,

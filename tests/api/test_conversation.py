@@ -9,7 +9,7 @@ from builders import tiny_params, tiny_spec
 from chat_tokenizers import CHATML, byte_tokenizer, qwen3_tokenizer
 
 import jaxrl_async as jr
-from jaxrl_async.api.conversing import SaidTokens, with_answer, with_question
+from jaxrl_async.api.conversation import Transcript, with_answer, with_question
 from jaxrl_async.config.schema import SamplerSection
 from jaxrl_async.data.chat import chat_format
 from jaxrl_async.types import StopReason
@@ -34,7 +34,7 @@ def ids(text: str) -> list[int]:
 def test_a_turn_continues_the_tokens_that_were_sampled():
     """Half a character, two tokens that would be one if written again, an end that was cut off."""
     chat = chat_format(TOKENIZER, None)
-    asked = with_question(SaidTokens(), "Hi", chat, TOKENIZER)
+    asked = with_question(Transcript(), "Hi", chat, TOKENIZER)
     whole = ids("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert asked.token_ids.tolist() == whole and asked.messages[-1]["content"] == "Hi"
     (end,) = ids("<|im_end|>")
@@ -50,7 +50,7 @@ def test_a_turn_continues_the_tokens_that_were_sampled():
 def test_where_a_template_drops_reasoning_a_turn_begins_anew():
     tokenizer = qwen3_tokenizer()
     chat = chat_format(tokenizer, None)
-    asked = with_question(SaidTokens(), "Hi", chat, tokenizer)
+    asked = with_question(Transcript(), "Hi", chat, tokenizer)
     answer = tokenizer.encode("<think>\nhm\n</think>\n\nHello<|im_end|>")
     then = with_question(with_answer(asked, answer, chat), "More", chat, tokenizer)
     text = tokenizer.decode_all(then.token_ids)
@@ -60,7 +60,7 @@ def test_where_a_template_drops_reasoning_a_turn_begins_anew():
 
 def test_without_a_template_each_question_is_a_text_of_its_own():
     tokenizer = byte_tokenizer(None)
-    said = with_answer(with_question(SaidTokens(), "1+", None, tokenizer), np.array([5, 6]), None)
+    said = with_answer(with_question(Transcript(), "1+", None, tokenizer), np.array([5, 6]), None)
     assert (
         with_question(said, "2+", None, tokenizer).token_ids.tolist()
         == tokenizer.encode("2+").tolist()
