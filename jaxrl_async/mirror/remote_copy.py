@@ -30,7 +30,7 @@ OF_CHECKPOINT = re.compile(r"((?:[^/]+/){0,2}checkpoints)/(\d+)/(.+)")
 
 
 @dataclass(frozen=True, slots=True)
-class CopyPlace:
+class CopyTarget:
     """Location of a run's copy."""
 
     address: str  # COPY_TO/NAME
@@ -95,7 +95,7 @@ class CopyPlace:
         return f"{self.address}.{number}"
 
 
-def open_place(copy_to: str, name: str) -> CopyPlace:
+def open_target(copy_to: str, name: str) -> CopyTarget:
     """Return the location of this run's copy; nothing is created. Raises ConfigError."""
     address = f"{copy_to.rstrip('/')}/{name}"
     try:
@@ -103,7 +103,7 @@ def open_place(copy_to: str, name: str) -> CopyPlace:
         system, root = fsspec.core.url_to_fs(address)
     except Exception as error:  # error types depend on the file system
         raise unreachable(address, error) from error
-    return CopyPlace(address, system, root.rstrip("/"))
+    return CopyTarget(address, system, root.rstrip("/"))
 
 
 def is_mark(name: str) -> bool:
@@ -131,12 +131,12 @@ def whole_checkpoints(names: Iterable[str]) -> dict[str, list[int]]:
 def unreachable(address: str, error: Exception) -> ConfigError:
     """Return a ConfigError that says how to fix an unreachable address."""
     scheme = address.partition("://")[0]
-    remedy = (
+    advice = (
         f"Install support for {scheme}://: pip install {PACKAGES[scheme]}"
         if isinstance(error, ImportError) and scheme in PACKAGES
         else "Check that the bucket exists and that this machine may read and write it"
     )
     return ConfigError(
         f"run.copy_to: {address} cannot be used ({type(error).__name__}: "
-        f"{in_a_line(error, 160)}). {remedy}, or remove run.copy_to."
+        f"{in_a_line(error, 160)}). {advice}, or remove run.copy_to."
     )
