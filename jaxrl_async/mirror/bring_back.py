@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxrl_async.config.schema import RunSection
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.mirror.remote_copy import (
-    OF_CHECKPOINT,
+    CHECKPOINT_FILE,
     OWNER,
     CopyTarget,
     holds_run,
@@ -89,7 +89,7 @@ def fetch(target: CopyTarget, names: Iterable[str], root: Path, owner: str | Non
         for name in names:
             if ".." in name.split("/"):
                 raise OSError(f"the name {name!r} points outside the folder")
-            if name != OWNER and OF_CHECKPOINT.fullmatch(name) is None:
+            if name != OWNER and CHECKPOINT_FILE.fullmatch(name) is None:
                 target.get(name, staging / name)
         for folder, steps in whole_checkpoints(names).items():
             _fetch_newest(target, names, staging, folder, steps)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxrl_async.errors import JaxrlError
 from jaxrl_async.mirror.remote_copy import (
-    OF_CHECKPOINT,
+    CHECKPOINT_FILE,
     OWNER,
     CopyTarget,
     whole_checkpoints,
@@ -124,7 +124,7 @@ class FolderMirror:
     def _send_files(self, sent: dict[str, tuple[int, int] | None]) -> None:
         """Send the run's files that have changed, except checkpoints."""
         for name, path in _files(self._root):
-            if OF_CHECKPOINT.fullmatch(name) or "/checkpoints/" in f"/{name}":
+            if CHECKPOINT_FILE.fullmatch(name) or "/checkpoints/" in f"/{name}":
                 continue
             try:
                 stamp = _stamp_of(path)
@@ -166,7 +166,7 @@ class FolderMirror:
         sent[checksums] = stamp
         newest = max((int(step), *saved_steps(self._root / folder)))
         kept = [s for s in whole_checkpoints(sent)[folder] if s <= newest][: self._keep]
-        matches = {file: OF_CHECKPOINT.fullmatch(file) for file in sent}
+        matches = {file: CHECKPOINT_FILE.fullmatch(file) for file in sent}
         self._remove(
             file for file, m in matches.items() if m and m[1] == folder and int(m[2]) not in kept
         )
@@ -181,7 +181,7 @@ class FolderMirror:
     def _is_removed(self, name: str, stamp: tuple[int, int] | None) -> bool:
         """Return whether a file of the copy no longer exists here. Files of other processes stay.
         Checkpoints are pruned when the next one is sent, unless the whole folder is gone."""
-        match = OF_CHECKPOINT.fullmatch(name)
+        match = CHECKPOINT_FILE.fullmatch(name)
         if match is not None:
             return not (self._root / match[1]).exists()
         return stamp is not None and not (self._root / name).exists()

@@ -22,10 +22,10 @@ from jaxrl_async.mirror.copy_pass import FolderMirror, TakenOver
 from jaxrl_async.mirror.remote_copy import open_target
 
 PERIOD_S = 30.0
-"""Interval between copies without a new checkpoint, seconds; at least REST times the last copy's
-duration."""
-REST = 10.0
-LOOK_FOR_S = 1.0
+"""Interval between copies without a new checkpoint, seconds; at least REST_FACTOR times the last
+copy's duration."""
+REST_FACTOR = 10.0
+CHECK_S = 1.0
 """Interval between checks for a finished checkpoint, seconds."""
 END_TRIES = 6
 """Attempts at the end, with waits of 1, 2, 4, ... s between them."""
@@ -98,7 +98,7 @@ class RunCopy:
         """Copy until the end, on this object's thread."""
         assert self._mirror is not None
         due_s, failures = 0.0, 0
-        while not self._ending.wait(LOOK_FOR_S):
+        while not self._ending.wait(CHECK_S):
             now_s = time.monotonic()
             if now_s < due_s and (failures or not self._mirror.has_finished()):
                 continue
@@ -106,7 +106,7 @@ class RunCopy:
             if self._stopped:
                 return
             took_s = time.monotonic() - now_s
-            wait_s = backoff_s(1.0, failures) if failures else max(PERIOD_S, REST * took_s)
+            wait_s = backoff_s(1.0, failures) if failures else max(PERIOD_S, REST_FACTOR * took_s)
             due_s = time.monotonic() + wait_s
         for attempt in range(END_TRIES):
             if self._try_to_copy() or self._stopped:

@@ -25,7 +25,7 @@ from jaxrl_async.run.folder import BEGINNINGS
 
 OWNER = "copy_owner.json"
 """File that names the writer of the copy; exists only in the copy."""
-OF_CHECKPOINT = re.compile(r"((?:[^/]+/){0,2}checkpoints)/(\d+)/(.+)")
+CHECKPOINT_FILE = re.compile(r"((?:[^/]+/){0,2}checkpoints)/(\d+)/(.+)")
 """Matches a checkpoint file of a run, of one of several runs, or of a warm start."""
 
 
@@ -68,7 +68,7 @@ class CopyTarget:
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; the checksum files of complete checkpoints are removed first."""
-        for name in sorted(names, key=lambda n: (not is_mark(n), n)):
+        for name in sorted(names, key=lambda n: (not is_checksum_file(n), n)):
             try:
                 self.system.rm_file(f"{self.root}/{name}")
             except FileNotFoundError:
@@ -106,9 +106,9 @@ def open_target(copy_to: str, name: str) -> CopyTarget:
     return CopyTarget(address, system, root.rstrip("/"))
 
 
-def is_mark(name: str) -> bool:
+def is_checksum_file(name: str) -> bool:
     """Return whether this file marks a checkpoint as complete."""
-    match = OF_CHECKPOINT.fullmatch(name)
+    match = CHECKPOINT_FILE.fullmatch(name)
     return match is not None and match[3] == CHECKSUMS
 
 
@@ -122,7 +122,7 @@ def whole_checkpoints(names: Iterable[str]) -> dict[str, list[int]]:
     """Return the steps of the complete checkpoints by folder, newest first."""
     steps: dict[str, list[int]] = {}
     for name in names:
-        match = OF_CHECKPOINT.fullmatch(name)
+        match = CHECKPOINT_FILE.fullmatch(name)
         if match is not None and match[3] == CHECKSUMS:
             steps.setdefault(match[1], []).append(int(match[2]))
     return {folder: sorted(of, reverse=True) for folder, of in steps.items()}
