@@ -32,8 +32,8 @@ from jaxrl_async.metrics.json_logs import logs_as
 from jaxrl_async.model.own_code import OwnCode
 from jaxrl_async.private_folder import made_private
 from jaxrl_async.remote.run import remote_samplers
-from jaxrl_async.remote.weights.peer_authentication import Guard
-from jaxrl_async.remote.weights.piece_protocol import GREETING, Line, PieceRequest
+from jaxrl_async.remote.weights.peer_authentication import PeerAuth
+from jaxrl_async.remote.weights.piece_protocol import GREETING, PeerLink, PieceRequest
 from jaxrl_async.remote.weights.piece_server import PieceServer
 from jaxrl_async.remote.wire import handshake
 from jaxrl_async.remote.wire.address import (
@@ -48,7 +48,7 @@ from jaxrl_async.remote.wire.grpc_link import OPTIONS, PATH, grpc
 from jaxrl_async.remote.wire.listener import Hub
 from jaxrl_async.remote.wire.messages import PROTOCOL, Hello, Welcome
 from jaxrl_async.remote.wire.session import WireLimits
-from jaxrl_async.remote.wire.strangers import Strangers, site_of
+from jaxrl_async.remote.wire.pending_connections import PendingConnections, site_of
 from jaxrl_async.run.lockstep import Lockstep
 
 SECRET = b"0123456789abcdef" * 2
@@ -330,11 +330,11 @@ def test_a_wrong_secret_of_the_environment_is_refused_at_once() -> None:
 
 
 def test_the_address_with_most_places_loses_its_oldest_silent_connection() -> None:
-    places, gone = Strangers(4), []
+    places, gone = PendingConnections(4), []
     held = []
 
     def come(name: str, host: str) -> None:
-        held.append(places.place(host, lambda: gone.append(name)))
+        held.append(places.track(host, lambda: gone.append(name)))
         came[name] = held[-1].__enter__()
 
     came: dict = {}
@@ -378,7 +378,7 @@ class Numbers:
 
 @pytest.mark.full
 def test_a_flood_of_silent_connections_starves_no_member_of_weights() -> None:
-    server = PieceServer(Numbers(), guard=Guard(secret=SECRET))
+    server = PieceServer(Numbers(), auth=PeerAuth(secret=SECRET))
     host, port = server.address.rsplit(":", 1)
     silent, stop = [], threading.Event()
 
@@ -392,7 +392,7 @@ def test_a_flood_of_silent_connections_starves_no_member_of_weights() -> None:
         raw = socket.create_connection((host, int(port)), timeout=WAIT_S)
         with raw:
             raw.sendall(GREETING)
-            line = Line(Guard(secret=SECRET).as_client(raw), WAIT_S)
+            line = PeerLink(PeerAuth(secret=SECRET).as_client(raw), WAIT_S)
             line.send(PieceRequest(version=1, array=0, box=((0, 2),)).encoded())
             return line.receive_answer(8)[0]
 
@@ -413,7 +413,7 @@ def test_a_flood_of_silent_connections_starves_no_member_of_weights() -> None:
 
 @pytest.mark.full
 def test_a_connection_that_does_not_greet_is_closed() -> None:
-    server = PieceServer(Numbers(), guard=Guard(secret=SECRET))
+    server = PieceServer(Numbers(), auth=PeerAuth(secret=SECRET))
     host, port = server.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as silent:
         assert silent.recv(1) == b""

@@ -185,7 +185,7 @@ def make_outbox(
         run=config.run.name,
         secret=secret,
         local_samplers=config.mesh.samplers_in == "processes" or lockstep.count == 1,
-        apart=config.mesh.samplers_in == "external",
+        separate_machines=config.mesh.samplers_in == "external",
         all_agree=lambda has: all(lockstep.gather_json(has)),
     )
     if lockstep.count > 1:

@@ -30,7 +30,7 @@ from jaxrl_async.model.own_code import OwnCode, is_loaded
 from jaxrl_async.model.own_spec import check_own
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.remote.run.sent_tokenizer import ArrivedTokenizer
-from jaxrl_async.remote.weights.base_delivery import BaseBringer
+from jaxrl_async.remote.weights.base_delivery import BaseLoader
 from jaxrl_async.remote.weights.protocols import Fetching
 from jaxrl_async.remote.weights.receiver import WeightReceiver
 from jaxrl_async.remote.weights.transport_choice import make_fetching
@@ -100,7 +100,7 @@ class SamplerParts:
         receiver = WeightReceiver(session, fetching, base=base)
         return receiver, fetching.address
 
-    def _frozen_base(self, target: Params, fetching: Fetching) -> BaseBringer:
+    def _frozen_base(self, target: Params, fetching: Fetching) -> BaseLoader:
         """Return the loader of the base. It reads model.path if this machine has it and the base is
         sent in its stored form."""
         path = self.config.model.path
@@ -117,7 +117,7 @@ class SamplerParts:
             where = jax.tree.map(lambda x: x.sharding, target)
             return load_params(path, self.spec, where, jax.tree.leaves(target)[0].dtype)
 
-        return BaseBringer(fetching.for_base(target), read if readable else None)
+        return BaseLoader(fetching.for_base(target), read if readable else None)
 
 
 def parts_of(welcome: Welcome) -> SamplerParts:
