@@ -48,7 +48,7 @@ from common import Row, force_cpu_devices, options, parser, report, spread
 from dictated import Dictated, sleep_until, timed_blocks
 
 from jaxrl_async.run.assemble import Parts
-from jaxrl_async.testing.sabotage import injected
+from jaxrl_async.testing.fault_injection import injected
 
 SLICES = Dictated(step_s=0.004, row_s=1e-4, update_s=0.33)
 """One chip samples, one trains: 32 steps of 64 rows take as long as an update."""

@@ -25,8 +25,8 @@ from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.run import loop, threads
 from jaxrl_async.run.assemble import Parts
-from jaxrl_async.testing import sabotage as faults
-from jaxrl_async.testing.sabotage import Fault, Hits, injected
+from jaxrl_async.testing import fault_injection as faults
+from jaxrl_async.testing.fault_injection import Fault, Hits, injected
 
 CONFIG = Path(__file__).parent.parent / "configs" / "addition.yaml"
 SETTINGS = (

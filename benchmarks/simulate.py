@@ -48,7 +48,7 @@ from jaxrl_async.plan.simulate import simulate
 from jaxrl_async.run import loop
 from jaxrl_async.run.assemble import Parts
 from jaxrl_async.sampler.decode_loop import DecodeLoop
-from jaxrl_async.testing.sabotage import injected
+from jaxrl_async.testing.fault_injection import injected
 
 CONFIG = Path(__file__).parent.parent / "configs" / "addition.yaml"
 TINY = "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}"

@@ -53,8 +53,8 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.host import limit_arenas
 from jaxrl_async.metrics.recorder import read_lines
 from jaxrl_async.run import loop
-from jaxrl_async.testing import sabotage as faults
-from jaxrl_async.testing.sabotage import Hits, injected
+from jaxrl_async.testing import fault_injection as faults
+from jaxrl_async.testing.fault_injection import Hits, injected
 
 READINGS = 900
 PARTS = 20

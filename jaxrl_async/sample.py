@@ -103,7 +103,7 @@ def _joined(args: argparse.Namespace) -> int:
     if args.decoder:
         importlib.import_module("jaxrl_async.model.own_code").load_code(args.decoder, "--decoder")
     process = importlib.import_module("jaxrl_async.remote.run.sampler_process")
-    joining = process.Joining(
+    options = process.JoinOptions(
         address=args.join,
         name=args.name,
         axes=axes,
@@ -113,7 +113,7 @@ def _joined(args: argparse.Namespace) -> int:
         processes=1 if processes is None else processes.num_processes,
         remote=connections_of(args),
     )
-    code: int = process.run_sampler(joining)
+    code: int = process.run_sampler(options)
     return code
 
 

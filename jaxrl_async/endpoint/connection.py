@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_async.errors import extra_module
-from jaxrl_async.remote.wire.strangers import site_of
+from jaxrl_async.remote.wire.pending_connections import site_of
 
 HEAD_S = 20.0
 """Maximum time for a request's head to arrive, seconds."""

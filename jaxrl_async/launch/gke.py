@@ -92,11 +92,11 @@ def _check_trainer(values: Values, config: Config) -> None:
 
 def _check_sampler(values: Values, role: SamplerRole, config: Config) -> None:
     tpu, needed = role.tpu, config.mesh.sampler.num_devices
-    there = tpu.hosts * tpu.host_devices
-    if needed > there or (needed < there and tpu.hosts > 1):
+    size = tpu.hosts * tpu.host_devices
+    if needed > size or (needed < size and tpu.hosts > 1):
         raise ConfigError(
             f"{values.config}: mesh.sampler has {needed} devices, and a sampler's slice "
-            f"{tpu.topology} of {tpu.generation} has {there}. Set mesh.sampler.tensor={there} (its "
+            f"{tpu.topology} of {tpu.generation} has {size}. Set mesh.sampler.tensor={size} (its "
             "axes multiply to the devices of one slice), or change samplers.tpu."
         )
 
@@ -105,9 +105,9 @@ def warnings(values: Values, config: Config) -> Iterator[str]:
     """Yield warnings about probable mistakes."""
     tpu = values.trainer.tpu
     hosts = tpu.slices * tpu.hosts
-    needed, there = hosts * run_devices_per_process(config, hosts), hosts * tpu.host_devices
-    if needed < there:
-        yield f"mesh uses {needed} of {there} devices; the others are idle."
+    needed, size = hosts * run_devices_per_process(config, hosts), hosts * tpu.host_devices
+    if needed < size:
+        yield f"mesh uses {needed} of {size} devices; the others are idle."
     if values.samplers is not None:
         used, has = config.mesh.sampler.num_devices, values.samplers.tpu.host_devices
         if values.samplers.tpu.hosts == 1 and used < has:
@@ -147,12 +147,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     style = "|" if "\n" in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent_text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

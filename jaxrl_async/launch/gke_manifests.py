@@ -162,7 +162,7 @@ def _job_set(
     """Return a JobSet of one role, in its queue."""
     queue = values.queue_of(role)
     lease = {"provreq.kueue.x-k8s.io/maxRunDurationSeconds": str(values.max_run_s)}
-    lent = role.capacity == "queued" and values.max_run_s is not None
+    leased = role.capacity == "queued" and values.max_run_s is not None
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -170,7 +170,7 @@ def _job_set(
             values,
             name,
             labels={**labels, **({"kueue.x-k8s.io/queue-name": queue} if queue else {})},
-            **({"annotations": lease} if lent else {}),
+            **({"annotations": lease} if leased else {}),
         ),
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -182,7 +182,7 @@ def _job_set(
 def _trainer_set(values: Values, config: Config) -> dict[str, Any]:
     trainer = values.trainer
     template = _job(values, trainer, _trainer_container(values), grace_s(config) + SPARE_S)
-    if _is_alone(trainer):
+    if _has_one_pod(trainer):
         template["spec"] |= _restarted_by_its_job(values.max_restarts)
     else:  # its Job fails with its first pod, for the JobSet's rules
         template["spec"] |= {"backoffLimit": 0, "podFailurePolicy": _preemption("FailJob")}
@@ -216,17 +216,17 @@ def sampler_set(values: Values, config: Config, index: int) -> dict[str, Any]:
 
 def _rules(values: Values) -> Iterator[dict[str, Any]]:
     """Yield the JobSet's rules for a failed Job of the trainer."""
-    ours = {"targetReplicatedJobs": [TRAINER]}
-    if _is_alone(values.trainer):  # its Job has already restarted max_restarts times
-        yield {"name": "trainer_failed", "action": "FailJobSet", **ours}
+    of_trainer = {"targetReplicatedJobs": [TRAINER]}
+    if _has_one_pod(values.trainer):  # its Job has already restarted max_restarts times
+        yield {"name": "trainer_failed", "action": "FailJobSet", **of_trainer}
         return
     preempted = {"onJobFailureReasons": ["PodFailurePolicy"]}
     action = "RestartJobSetAndIgnoreMaxRestarts"
-    yield {"name": "trainer_preempted", "action": action, **preempted, **ours}
-    yield {"name": "trainer_failed", "action": "RestartJobSet", **ours}
+    yield {"name": "trainer_preempted", "action": action, **preempted, **of_trainer}
+    yield {"name": "trainer_failed", "action": "RestartJobSet", **of_trainer}
 
 
-def _is_alone(role: Role) -> bool:
+def _has_one_pod(role: Role) -> bool:
     """Return whether each of a role's pods is a separate world, which can restart alone."""
     return role.tpu.hosts * role.tpu.slices == 1
 
@@ -239,7 +239,7 @@ def _job(
     # One slice, one node pool: a Job's pods share its links, and other pods are excluded.
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     about: dict[str, Any] = {key: value for key, value in (
-        ("labels", dict(role.labels)), ("annotations", _notes(values, role))
+        ("labels", dict(role.labels)), ("annotations", _annotations(values, role))
     ) if value}  # fmt: skip
     return {
         **({"metadata": {"annotations": exclusive}} if role.tpu.hosts > 1 else {}),
@@ -272,7 +272,7 @@ def _restarted_by_its_job(most: int) -> dict[str, Any]:
 # ---- the pods
 
 
-def _notes(values: Values, role: Role) -> dict[str, str]:
+def _annotations(values: Values, role: Role) -> dict[str, str]:
     runs = values.runs
     mounted = {
         "gke-gcsfuse/volumes": "true",
@@ -324,8 +324,8 @@ def _tolerations(role: Role) -> Iterator[dict[str, str]]:
     if role.capacity in NODES:
         label = NODES[role.capacity]
         yield {"key": label, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
-    for one in role.tolerations:
-        yield one.model_dump(exclude_none=True)
+    for toleration in role.tolerations:
+        yield toleration.model_dump(exclude_none=True)
 
 
 def _storage(runs: Runs, user: int | None) -> dict[str, Any]:
@@ -396,8 +396,8 @@ def _trainer_environment(values: Values) -> Iterator[dict[str, Any]]:
 
     Kubernetes itself sets JOB_COMPLETION_INDEX.
     """
-    yield _from_note("JOBSET_COORDINATOR", "coordinator")
-    yield _from_note("JOBSET_JOB_INDEX", "job-index")
+    yield _from_annotation("JOBSET_COORDINATOR", "coordinator")
+    yield _from_annotation("JOBSET_JOB_INDEX", "job-index")
     yield {"name": "JOBSET_JOBS", "value": str(values.trainer.tpu.slices)}
     yield {"name": "JOBSET_PODS_PER_JOB", "value": str(values.trainer.tpu.hosts)}
     yield from _join_secret(values)
@@ -429,8 +429,8 @@ def _sampler_environment(values: Values, role: Role, index: int) -> Iterator[dic
     yield from _join_secret(values)
 
 
-def _from_note(name: str, note: str) -> dict[str, Any]:
-    path = f"metadata.annotations['jobset.sigs.k8s.io/{note}']"
+def _from_annotation(name: str, annotation: str) -> dict[str, Any]:
+    path = f"metadata.annotations['jobset.sigs.k8s.io/{annotation}']"
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 

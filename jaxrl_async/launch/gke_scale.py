@@ -3,7 +3,7 @@
     trainer ──metrics port──> demand ──> kubectl apply NAME-sampler-4      the trainer waited
        (kubectl get --raw)          └──> kubectl delete NAME-sampler-3     samplers were idle
 
-Checks every LOOK_S until the trainer's JobSet has ended, and keeps the number between
+Checks every CHECK_S until the trainer's JobSet has ended, and keeps the number between
 samplers.least and samplers.most of the values. The rules are in launch/autoscale.py and also apply
 on Ray. A sampler that is removed hands its requests back first. Needs kubectl with the rights to
 read services, and to create and delete JobSets. It may be stopped and restarted at any time.
@@ -34,7 +34,7 @@ from jaxrl_async.launch.gke_manifests import (
 from jaxrl_async.launch.gke_values import Values, load_values
 from jaxrl_async.metrics.prometheus import gauge_name
 
-LOOK_S = 15.0
+CHECK_S = 15.0
 """Interval between two reads of the metrics, seconds."""
 KUBECTL_S = 60.0
 """Timeout of one kubectl call, seconds."""
@@ -67,11 +67,11 @@ def step_of(text: str) -> tuple[int, dict[str, float]] | None:
         name, brace, rest = line.partition("{")
         if brace and not line.startswith("#"):
             values[name] = float(rest.rpartition(" ")[2])
-    found = {key: values.get(gauge_name(key)) for key in NEEDED}
+    measured = {key: values.get(gauge_name(key)) for key in NEEDED}
     number = values.get("jaxrl_step")
-    if number is None or any(value is None for value in found.values()):
+    if number is None or any(value is None for value in measured.values()):
         return None
-    return int(number), {key: value for key, value in found.items() if value is not None}
+    return int(number), {key: value for key, value in measured.items() if value is not None}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,14 +84,14 @@ class Scaler:
     steps: dict[int, Mapping[str, float]] = field(default_factory=dict)
     changed_at: int = 0  # step of the last change: earlier measurements do not count
 
-    def look(self) -> str | None:
+    def check(self) -> str | None:
         """Read the metrics once, and change the number of samplers accordingly. Return a
         description of what was done; None if the run has ended. Raises OSError."""
         sets = self._job_sets()
         trainer = sets.get(self.values.name)
         if trainer is None or _has_ended(trainer):
             return None
-        there = {
+        running = {
             name for name, one in sets.items()
             if one["metadata"].get("labels", {}).get(ROLE) == SAMPLER and not _has_ended(one)
         }  # fmt: skip
@@ -103,47 +103,48 @@ class Scaler:
         for old in sorted(self.steps)[:-MOST_STEPS]:
             del self.steps[old]
         living = int(measured["sampler/living"])
-        if living != len(there):
-            return f"{living} of {len(there)} samplers are sampling"
+        if living != len(running):
+            return f"{living} of {len(running)} samplers are sampling"
         counted = [step for n, step in sorted(self.steps.items()) if n > self.changed_at]
         if not (seen := measured_steps(counted, living)):
             return f"{living} samplers: too few steps have been measured"
         role, demand = self.values.samplers, demand_of(seen)
         assert role is not None, "main has checked it"
         wanted = wanted_samplers(demand, living, role.least, role.most or role.replicas)
-        told = (
+        report = (
             f"samplers: {living} -> {wanted} (the trainer waits {demand.trainer_waits:.0%} of the "
             f"time, samplers idle {demand.sampler_idles:.0%})"
         )
         if wanted != living:
-            self._change(there, wanted)
+            self._change(running, wanted)
             self.changed_at = number
-        return told
+        return report
 
-    def _change(self, there: set[str], wanted: int) -> None:
+    def _change(self, running: set[str], wanted: int) -> None:
         """Add samplers with the lowest free numbers, or remove the ones with the highest."""
-        numbers = {name: name.rpartition("-")[2] for name in there}
-        free = (i for i in range(len(there) + wanted) if sampler_name(self.values, i) not in there)
-        for _ in range(wanted - len(there)):
+        numbers = {name: name.rpartition("-")[2] for name in running}
+        names = ((i, sampler_name(self.values, i)) for i in range(len(running) + wanted))
+        free = (i for i, name in names if name not in running)
+        for _ in range(wanted - len(running)):
             document = sampler_set(self.values, self.config, next(free))
             self.kubectl(["apply", "-f", "-"], yaml.safe_dump(document, sort_keys=False))
-        numbered = [name for name in there if numbers[name].isdigit()]
+        numbered = [name for name in running if numbers[name].isdigit()]
         last = sorted(numbered, key=lambda name: int(numbers[name]), reverse=True)
-        for name in last[: max(len(there) - wanted, 0)]:
+        for name in last[: max(len(running) - wanted, 0)]:
             space = ["--namespace", self.values.namespace]
             self.kubectl(["delete", "jobset", name, *space, "--wait=false"], "")
 
     def _job_sets(self) -> dict[str, Any]:
         chosen = f"app.kubernetes.io/instance={self.values.name}"
         words = ["get", "jobset", "--namespace", self.values.namespace, "-l", chosen, "-o", "json"]
-        found = json.loads(self.kubectl(words, ""))["items"]
-        return {one["metadata"]["name"]: one for one in found}
+        sets = json.loads(self.kubectl(words, ""))["items"]
+        return {one["metadata"]["name"]: one for one in sets}
 
     def _metrics(self) -> str:
-        where = f"/api/v1/namespaces/{self.values.namespace}/services"
+        services = f"/api/v1/namespaces/{self.values.namespace}/services"
         name = f"{self.values.name}-metrics:{METRICS_PORT}"
         try:
-            return self.kubectl(["get", "--raw", f"{where}/{name}/proxy/metrics"], "")
+            return self.kubectl(["get", "--raw", f"{services}/{name}/proxy/metrics"], "")
         except OSError:
             return ""  # it is starting or restarting
 
@@ -173,19 +174,19 @@ def main(
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
-    told = ""
+    printed = ""
     while True:
         try:
-            now = scaler.look()
+            report = scaler.check()
         except (OSError, ValueError, KeyError) as error:
-            now = f"the cluster does not answer: {error}"
-        if now is None:
+            report = f"the cluster does not answer: {error}"
+        if report is None:
             print(f"{values.name} has ended, or was never applied")
             return 0
-        if now != told:
-            print(now, flush=True)
-        told = now
-        sleep(LOOK_S)
+        if report != printed:
+            print(report, flush=True)
+        printed = report
+        sleep(CHECK_S)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class Tpu(Section):
         return f"{GENERATIONS[self.generation].machine}-{self.host_chips}t"
 
     @model_validator(mode="after")
-    def _exists(self) -> "Tpu":
+    def _check_slice(self) -> "Tpu":
         generation = GENERATIONS[self.generation]
         if not _is_topology(self.topology, generation):
             raise ValueError(

@@ -18,9 +18,9 @@ from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
 NAME = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
 MANAGED_ENV = ("JOBSET_", "MEGASCALE_", "TPU_", SECRET_VARIABLE, HEALTH_VARIABLE)
 """Variables that the manifests or GKE set: names or prefixes."""
-MOST_LETTERS = 63
+MAX_NAME = 63
 """Maximum length of a pod's host name."""
-TAKEN = ("config", "shm", "runs")
+RESERVED = ("config", "shm", "runs")
 """Names of the manifests' own volumes."""
 
 
@@ -75,7 +75,7 @@ class Role(Section):
     """Additional volumes."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Role":
+    def _check_role(self) -> "Role":
         if (self.capacity == "reserved") != (self.reservation is not None):
             raise ValueError(
                 "reservation is the name of the reservation for capacity=reserved: set both, or "
@@ -87,9 +87,9 @@ class Role(Section):
         if taken:
             raise ValueError(f"env: {', '.join(taken)} is set by the manifests. Remove it.")
         names = [v.name for v in self.volumes]
-        if len({*names, *TAKEN}) < len(names) + len(TAKEN):
+        if len({*names, *RESERVED}) < len(names) + len(RESERVED):
             raise ValueError(
-                f"volumes: two have one name ({', '.join(TAKEN)} are taken). Rename one."
+                f"volumes: two have one name ({', '.join(RESERVED)} are taken). Rename one."
             )
         return self
 
@@ -111,7 +111,7 @@ class SamplerRole(Role):
     """As for the trainer. A preempted sampler loses no work: others continue its requests."""
 
     @model_validator(mode="after")
-    def _one_slice(self) -> "SamplerRole":
+    def _check_samplers(self) -> "SamplerRole":
         if self.tpu.slices > 1:
             raise ValueError(
                 f"samplers.tpu.slices={self.tpu.slices}: a sampler is on one slice. Set "
@@ -149,7 +149,7 @@ class Runs(Section):
     """Storage class of a created claim; null: the cluster's default."""
 
     @model_validator(mode="after")
-    def _one(self) -> "Runs":
+    def _check_storage(self) -> "Runs":
         if (self.bucket is None) == (self.claim is None):
             raise ValueError("runs needs a bucket or a claim, but not both. Set one of them.")
         if self.claim is None and self.create_gib is not None:
@@ -218,7 +218,7 @@ class Values(Section):
         return (role.queue if isinstance(role, SamplerRole) else None) or self.queue
 
     @model_validator(mode="after")
-    def _complete(self) -> "Values":
+    def _check_values(self) -> "Values":
         if self.runs.bucket is not None and self.service_account is None:
             raise ValueError(
                 "runs.bucket needs service_account: a Kubernetes service account that may write to "
@@ -235,10 +235,10 @@ class Values(Section):
             role = self.samplers
             numbers = (role.most or role.replicas) - 1, role.tpu.hosts - 1
             longest = "{}-sampler-{}-sampler-0-{}-12345".format(self.name, *numbers)  # of a pod
-            if (over := len(longest) - MOST_LETTERS) > 0:
+            if (over := len(longest) - MAX_NAME) > 0:
                 raise ValueError(
                     f"name is too long, by {over}: the pods of its samplers would have names of "
-                    f"more than {MOST_LETTERS} characters, which Kubernetes does not accept. "
+                    f"more than {MAX_NAME} characters, which Kubernetes does not accept. "
                     "Shorten it."
                 )
         queued = [role for role in self.roles if role.capacity == "queued"]

@@ -32,12 +32,12 @@ class HostProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._config: Path | None = None  # the running command's file
 
-    def place(self) -> int:
+    def slice_index(self) -> int:
         """Return this host's index in its TPU slice; 0 without one."""
         if not has_tpu():
             return 0
-        found = find(DistributedSection(), os.environ, ask_metadata)
-        return 0 if found is None else found.process_id
+        world = find(DistributedSection(), os.environ, ask_metadata)
+        return 0 if world is None else world.process_id
 
     def free_port(self) -> int:
         """Return a port that is currently free."""
@@ -56,9 +56,9 @@ class HostProcess:
                 file.write(task.config)
             self._config = Path(name)
             words = [word.replace("{config}", name) for word in words]
-        tether = (sys.executable, "-m", "jaxrl_async.launch.die_with_parent", str(os.getpid()))
+        launcher = (sys.executable, "-m", "jaxrl_async.launch.die_with_parent", str(os.getpid()))
         self._child = subprocess.Popen(
-            [*tether, sys.executable, *words],
+            [*launcher, sys.executable, *words],
             cwd=self._folder,
             env={**os.environ, **task.env},
             stdin=subprocess.DEVNULL,

@@ -39,7 +39,7 @@ from jaxrl_async.errors import ConfigError, JaxrlError
 from jaxrl_async.help_format import DefaultsHelp
 from jaxrl_async.launch.hardware import Hardware, parse_hardware, parse_range
 from jaxrl_async.launch.ray_cluster import RayCluster
-from jaxrl_async.launch.supervisor import HostTask, Upkeep, UpkeepPlan
+from jaxrl_async.launch.supervisor import HostTask, Supervisor, SupervisorPlan
 from jaxrl_async.metrics.recorder import METRICS_FILE
 from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
 from jaxrl_async.run.signals import EXIT_CODE
@@ -76,11 +76,11 @@ def check_hardware(config: Config, trainer: Hardware, sampler: Hardware) -> None
         ("--trainer", trainer, needed, "mesh.trainer"),
         ("--sampler", sampler, of_sampler, "mesh.sampler"),
     ):
-        there = hardware.devices
-        if there is not None and count != there:
+        devices = hardware.devices
+        if devices is not None and count != devices:
             raise ConfigError(
-                f"{section} has {count} devices, and {option} {there}. Make the product of its "
-                f"axes (data * fsdp * expert * context * tensor) {there}, or change {option}."
+                f"{section} has {count} devices, and {option} {devices}. Make the product of its "
+                f"axes (data * fsdp * expert * context * tensor) {devices}, or change {option}."
             )
 
 
@@ -92,7 +92,7 @@ def fleet_plan(
     secret: str,
     max_restarts: int = 3,
     programs: RayPrograms | None = None,
-) -> UpkeepPlan:
+) -> SupervisorPlan:
     """Return the commands and their hosts.
 
     Args:
@@ -105,7 +105,7 @@ def fleet_plan(
     """
     programs = programs or RayPrograms()
     trainer, sampler = hardware
-    return UpkeepPlan(
+    return SupervisorPlan(
         trainer=trainer,
         sampler=sampler,
         least=bounds[0],
@@ -118,7 +118,7 @@ def fleet_plan(
 
 
 def _trainer_tasks(
-    config: Config, hardware: Hardware, secret: str, programs: RayPrograms, listen: str, meet: str
+    config: Config, hardware: Hardware, secret: str, programs: RayPrograms, listen: str, leader: str
 ) -> list[HostTask]:
     host, _, port = listen.rpartition(":")
     remote = config.remote_settings.model_copy(
@@ -126,22 +126,22 @@ def _trainer_tasks(
     )
     text = dump(config.model_copy(update={"remote": remote}))
     return [
-        HostTask(words=programs.train, env=_environment(hardware, secret, meet, n), config=text)
+        HostTask(words=programs.train, env=_environment(hardware, secret, leader, n), config=text)
         for n in range(hardware.hosts)
     ]
 
 
 def _sampler_tasks(
-    hardware: Hardware, secret: str, programs: RayPrograms, join: str, meet: str
+    hardware: Hardware, secret: str, programs: RayPrograms, join: str, leader: str
 ) -> list[HostTask]:
     words = (*programs.sample, "--join", join)
     return [
-        HostTask(words=words, env=_environment(hardware, secret, meet, n))
+        HostTask(words=words, env=_environment(hardware, secret, leader, n))
         for n in range(hardware.hosts)
     ]
 
 
-def _environment(hardware: Hardware, secret: str, meet: str, number: int) -> dict[str, str]:
+def _environment(hardware: Hardware, secret: str, leader: str, number: int) -> dict[str, str]:
     """Return a host's variables: the secret, and the coordinator if there are several hosts.
 
     Hosts of a TPU slice find each other themselves (run/distributed.py).
@@ -151,35 +151,35 @@ def _environment(hardware: Hardware, secret: str, meet: str, number: int) -> dic
         env["JAX_PLATFORMS"] = "cpu"
     if hardware.kind != "tpu" and hardware.hosts > 1:
         env |= {
-            "JAX_COORDINATOR_ADDRESS": meet,
+            "JAX_COORDINATOR_ADDRESS": leader,
             "JAX_NUM_PROCESSES": str(hardware.hosts),
             "JAX_PROCESS_ID": str(number),
         }
     return env
 
 
-def run_fleet(plan: UpkeepPlan, cluster: RayCluster, tick_s: float = TICK_S) -> int:
+def run_fleet(plan: SupervisorPlan, cluster: RayCluster, tick_s: float = TICK_S) -> int:
     """Run a plan on a cluster until it ends; return the exit code.
 
     The first SIGINT or SIGTERM lets the trainer save and end; the second ends everything.
     """
-    fleet = Upkeep(plan, cluster)
-    asked: list[int] = []
+    supervisor = Supervisor(plan, cluster)
+    signals: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        if len(asked) > 1:
+        signals.append(number)
+        if len(signals) > 1:
             raise KeyboardInterrupt
 
-    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-    told = False
+    handlers = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    stopping = False
     try:
         while True:
-            if asked and not told:
-                told = True
+            if signals and not stopping:
+                stopping = True
                 print("ending: the trainer saves, then all others end", file=sys.stderr, flush=True)
-                fleet.stop(asked[0])
-            code = fleet.step(time.monotonic())
+                supervisor.stop(signals[0])
+            code = supervisor.step(time.monotonic())
             if code is not None:
                 return code
             time.sleep(tick_s)
@@ -187,8 +187,8 @@ def run_fleet(plan: UpkeepPlan, cluster: RayCluster, tick_s: float = TICK_S) -> 
         print("ending immediately; unsaved work is lost", file=sys.stderr, flush=True)
         return EXIT_CODE
     finally:
-        fleet.close()
-        for number, handler in before.items():
+        supervisor.close()
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

@@ -67,9 +67,9 @@ class RayGroup:
         self._actors: list[Any] = []  # in the order of the hosts
         self._hosts: list[str] = []  # their addresses
         self._ports: list[int] = []  # free on the first host: for joining, and for the coordinator
-        self._ask()
+        self._request_hosts()
 
-    def _ask(self) -> None:
+    def _request_hosts(self) -> None:
         """Request the hosts from Ray; a TPU slice that is not free is requested again later."""
         hardware = self._hardware
         if hardware.tpu is None:
@@ -98,7 +98,7 @@ class RayGroup:
         if self._hosts:
             return True  # a restarted trainer listens at the same address
         if self._placement is None:
-            self._ask()
+            self._request_hosts()
         if self._placement is None:
             return False
         if not self._actors:
@@ -109,34 +109,34 @@ class RayGroup:
                 return False
             self._actors = [self._actor(n) for n in range(self._hardware.hosts)]
         try:
-            found = ray.get([actor.where.remote() for actor in self._actors], timeout=CALL_S)
+            hosts = ray.get([actor.describe.remote() for actor in self._actors], timeout=CALL_S)
         except ray.exceptions.RayError as error:
             log.warning("%s: a host was lost while it was set up: %s", self._name, error)
             self._release()
             return False
-        order = sorted(range(len(found)), key=lambda n: found[n][0])
+        order = sorted(range(len(hosts)), key=lambda n: hosts[n][0])
         self._actors = [self._actors[n] for n in order]
-        self._hosts = [found[n][1] for n in order]
-        self._ports = found[order[0]][2]
+        self._hosts = [hosts[n][1] for n in order]
+        self._ports = hosts[order[0]][2]
         return True
 
     def _actor(self, bundle: int) -> Any:
         module = importlib.import_module("ray.util.scheduling_strategies")
-        where = module.PlacementGroupSchedulingStrategy(
+        strategy = module.PlacementGroupSchedulingStrategy(
             placement_group=self._placement, placement_group_bundle_index=bundle
         )
         hardware = self._hardware
         cpus = hardware.per_host if hardware.kind == "cpu" else 1
         gpus = hardware.per_host if hardware.kind == "gpu" else 0
         chips = {"TPU": self._slice.devices_per_host} if self._slice is not None else None
-        wanted = ray_api().remote(RayHost).options(
+        actor_class = ray_api().remote(RayHost).options(
             num_cpus=0 if chips else cpus,
             num_gpus=gpus,
             resources=chips,
-            scheduling_strategy=where,
+            scheduling_strategy=strategy,
             max_restarts=0,  # the supervisor decides
         )  # fmt: skip
-        return wanted.remote(self._folder)
+        return actor_class.remote(self._folder)
 
     def address(self) -> str:
         """Return HOST:PORT for the trainer: the first host, and a port that was free on it."""
@@ -203,7 +203,7 @@ class RayGroup:
 class RayHost(HostProcess):
     """A HostProcess that knows where Ray has placed it."""
 
-    def where(self) -> tuple[int, str, list[int]]:
+    def describe(self) -> tuple[int, str, list[int]]:
         """Return this host's index in its TPU slice, its address, and two free ports."""
         address: str = ray_api().util.get_node_ip_address()
-        return self.place(), address, [self.free_port(), self.free_port()]
+        return self.slice_index(), address, [self.free_port(), self.free_port()]

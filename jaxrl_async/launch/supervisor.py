@@ -33,7 +33,7 @@ STEADY_S = 60.0
 """Lifetime after which a process's failure no longer counts as one in a row, seconds."""
 LEAVE_S = 60.0
 """Time that a sampler has to hand its requests back, seconds."""
-LOOK_S = 2.0
+CHECK_S = 2.0
 """Interval between two reads of the run's metrics, seconds."""
 PLACE_S = 60.0
 """Time after which a group without hosts is reported, seconds."""
@@ -84,7 +84,7 @@ class Cluster(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpkeepPlan:
+class SupervisorPlan:
     """The processes to keep running."""
 
     trainer: Hardware
@@ -114,8 +114,8 @@ class SupervisedSampler:
     since_s: float = 0.0  # start of the phase
     start_at_s: float = 0.0
     failures: int = 0  # in a row
-    joined: str = ""  # address of the trainer that it got
-    missed: bool = False  # was reported to have no hosts
+    trainer_address: str = ""  # address of the trainer that it got
+    overdue: bool = False  # was reported to have no hosts
     retired: bool = False  # no longer wanted
 
 
@@ -134,26 +134,26 @@ def outcome(codes: Sequence[int | None]) -> int | None:
     return None if None in codes else 0
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Upkeep:
+class Supervisor:
     """Runs a plan; `step` does what is due and returns the exit code once everything has ended."""
 
     def __init__(
-        self, plan: UpkeepPlan, cluster: Cluster, *, say: Callable[[str], None] = _say
+        self, plan: SupervisorPlan, cluster: Cluster, *, report: Callable[[str], None] = _report
     ) -> None:
-        """Place nothing yet. say: called with each line to report."""
-        self._plan, self._cluster, self._say = plan, cluster, say
+        """Place nothing yet. report: called with each line to report."""
+        self._plan, self._cluster, self._report = plan, cluster, report
         self._trainer: Group | None = None
-        self._runs = False  # whether the trainer's processes were started
+        self._started = False  # whether the trainer's processes were started
         self._restarts, self._trainer_at_s = 0, 0.0
-        self._trainer_since_s, self._trainer_missed = 0.0, False  # time since which it has no hosts
+        self._trainer_since_s, self._trainer_overdue = 0.0, False  # since it waits for hosts
         self._samplers = [SupervisedSampler(number=n) for n in range(plan.least)]
         self._stopped = False
         self._result: int | None = None
-        self._look_at_s = 0.0
+        self._next_check_s = 0.0
 
     @property
     def samplers(self) -> int:
@@ -163,7 +163,7 @@ class Upkeep:
     def stop(self, number: int) -> None:
         """Send this signal to the trainer, which saves and ends; then end the samplers."""
         self._stopped = True
-        if self._trainer is not None and self._runs:
+        if self._trainer is not None and self._started:
             self._trainer.send(number)
         elif self._result is None:
             self._result = PREEMPTED_CODE if number == signal.SIGTERM else 0
@@ -196,16 +196,16 @@ class Upkeep:
             return
         if self._trainer is None:
             self._trainer = self._cluster.place(self._plan.trainer, "trainer")
-            self._trainer_since_s, self._trainer_missed = now_s, False
-        if not self._runs:
+            self._trainer_since_s, self._trainer_overdue = now_s, False
+        if not self._started:
             if self._trainer.placed():
                 address = self._trainer.address()
-                self._say(f"trainer: starts, and waits for samplers at {address}")
+                self._report(f"trainer: starts, and waits for samplers at {address}")
                 self._trainer.start(lambda at: self._plan.trainer_tasks(address, at))
-                self._runs = True
-            elif now_s - self._trainer_since_s > PLACE_S and not self._trainer_missed:
-                self._trainer_missed = True
-                self._say_missed("trainer", self._plan.trainer)
+                self._started = True
+            elif now_s - self._trainer_since_s > PLACE_S and not self._trainer_overdue:
+                self._trainer_overdue = True
+                self._report_overdue("trainer", self._plan.trainer)
             return
         code = outcome(self._trainer.codes())
         if code is not None:
@@ -214,20 +214,20 @@ class Upkeep:
     def _trainer_ended(self, code: int, now_s: float) -> None:
         """Decide what follows; release the hosts if one is lost, or none is needed."""
         assert self._trainer is not None
-        self._runs = False
+        self._started = False
         what = "its host was lost" if code == LOST else f"ended with code {code}"
         failed = code not in (0, PREEMPTED_CODE, LOST)
         self._restarts += failed
-        over = self._restarts > self._plan.max_restarts
-        if self._stopped or code in (0, CONFIG_CODE) or over:
-            limit = f" after {self._plan.max_restarts} restarts" if over and code else ""
-            self._say(f"trainer: {what}{limit}; ending the samplers")
+        must_end = self._restarts > self._plan.max_restarts
+        if self._stopped or code in (0, CONFIG_CODE) or must_end:
+            limit = f" after {self._plan.max_restarts} restarts" if must_end and code else ""
+            self._report(f"trainer: {what}{limit}; ending the samplers")
             self._result = PREEMPTED_CODE if code == LOST else code
         else:
             wait_s = restart_wait_s(self._restarts) if failed else 0.0
             self._trainer_at_s = now_s + wait_s
             count = f"restart {self._restarts} of {self._plan.max_restarts}" if failed else ""
-            self._say(f"trainer: {what}; it restarts and resumes in {wait_s:.0f} s {count}")
+            self._report(f"trainer: {what}; it restarts and resumes in {wait_s:.0f} s {count}")
         if code == LOST or self._result is not None:
             self._trainer.close()
             self._trainer = None
@@ -235,27 +235,27 @@ class Upkeep:
     # ---- the samplers
 
     def _step_sampler(self, sampler: SupervisedSampler, now_s: float) -> None:
-        over = self._result is not None or sampler.retired
+        must_end = self._result is not None or sampler.retired
         if sampler.phase is Phase.WAITING:
-            if over:
+            if must_end:
                 self._samplers.remove(sampler)
-            elif self._runs and now_s >= sampler.start_at_s:
+            elif self._started and now_s >= sampler.start_at_s:
                 sampler.group = self._cluster.place(self._plan.sampler, f"sampler-{sampler.number}")
                 self._enter(sampler, Phase.PLACING, now_s)
         assert sampler.group is not None or sampler.phase is Phase.WAITING
         if sampler.group is None:
             return
         if sampler.phase is Phase.PLACING:
-            self._step_placing(sampler, sampler.group, now_s, over=over)
+            self._step_placing(sampler, sampler.group, now_s, must_end=must_end)
         elif sampler.phase is Phase.RUNNING:
-            self._step_running(sampler, sampler.group, now_s, over=over)
+            self._step_running(sampler, sampler.group, now_s, must_end=must_end)
         elif outcome(sampler.group.codes()) is not None or now_s - sampler.since_s > LEAVE_S:
-            self._free(sampler, now_s)
+            self._release(sampler, now_s)
 
     def _enter(self, sampler: SupervisedSampler, phase: Phase, now_s: float) -> None:
-        sampler.phase, sampler.since_s, sampler.missed = phase, now_s, False
+        sampler.phase, sampler.since_s, sampler.overdue = phase, now_s, False
 
-    def _free(self, sampler: SupervisedSampler, now_s: float) -> None:
+    def _release(self, sampler: SupervisedSampler, now_s: float) -> None:
         """Release a sampler's hosts; it waits to restart."""
         if sampler.group is not None:
             sampler.group.close()
@@ -263,53 +263,53 @@ class Upkeep:
         self._enter(sampler, Phase.WAITING, now_s)
 
     def _step_placing(
-        self, sampler: SupervisedSampler, group: Group, now_s: float, *, over: bool
+        self, sampler: SupervisedSampler, group: Group, now_s: float, *, must_end: bool
     ) -> None:
-        if over:
-            self._free(sampler, now_s)
-        elif self._runs and self._trainer is not None and group.placed():
-            sampler.joined = address = self._trainer.address()
+        if must_end:
+            self._release(sampler, now_s)
+        elif self._started and self._trainer is not None and group.placed():
+            sampler.trainer_address = address = self._trainer.address()
             group.start(lambda at: self._plan.sampler_tasks(address, at))
-            self._say(f"sampler {sampler.number}: starts, and joins {address}")
+            self._report(f"sampler {sampler.number}: starts, and joins {address}")
             self._enter(sampler, Phase.RUNNING, now_s)
-        elif self._runs and now_s - sampler.since_s > PLACE_S and not sampler.missed:
-            sampler.missed = True  # its hosts may be ready while the trainer is down
-            self._say_missed(f"sampler {sampler.number}", self._plan.sampler)
+        elif self._started and now_s - sampler.since_s > PLACE_S and not sampler.overdue:
+            sampler.overdue = True  # its hosts may be ready while the trainer is down
+            self._report_overdue(f"sampler {sampler.number}", self._plan.sampler)
 
-    def _say_missed(self, who: str, hardware: Hardware) -> None:
-        self._say(f"{who}: no hosts of {hardware} for {PLACE_S:.0f} s; still waiting")
+    def _report_overdue(self, who: str, hardware: Hardware) -> None:
+        self._report(f"{who}: no hosts of {hardware} for {PLACE_S:.0f} s; still waiting")
 
     def _step_running(
-        self, sampler: SupervisedSampler, group: Group, now_s: float, *, over: bool
+        self, sampler: SupervisedSampler, group: Group, now_s: float, *, must_end: bool
     ) -> None:
         code = outcome(group.codes())
-        moved = self._runs and self._trainer is not None and (
-            self._trainer.address() != sampler.joined
+        moved = self._started and self._trainer is not None and (
+            self._trainer.address() != sampler.trainer_address
         )  # fmt: skip
-        if code is None and (over or moved):
+        if code is None and (must_end or moved):
             group.send(signal.SIGTERM)  # it hands unfinished requests back
             self._enter(sampler, Phase.LEAVING, now_s)
         elif code is not None:
-            kind = code not in (0, PREEMPTED_CODE)
+            failed = code not in (0, PREEMPTED_CODE)
             steady = now_s - sampler.since_s >= STEADY_S
-            sampler.failures = (0 if steady else sampler.failures) + kind
+            sampler.failures = (0 if steady else sampler.failures) + failed
             sampler.start_at_s = now_s + restart_wait_s(sampler.failures)
             what = "its host was lost" if code == LOST else f"ended with code {code}"
-            again = "" if over else f"; restarts in {restart_wait_s(sampler.failures):.0f} s"
-            self._say(f"sampler {sampler.number}: {what}{again}")
-            self._free(sampler, now_s)
+            again = "" if must_end else f"; restarts in {restart_wait_s(sampler.failures):.0f} s"
+            self._report(f"sampler {sampler.number}: {what}{again}")
+            self._release(sampler, now_s)
 
     # ---- number of samplers
 
     def _scale(self, now_s: float) -> None:
         """Change the number of samplers once enough steps were measured with the present one."""
-        if self._plan.least == self._plan.most or not self._runs or now_s < self._look_at_s:
+        if self._plan.least == self._plan.most or not self._started or now_s < self._next_check_s:
             return
-        self._look_at_s = now_s + LOOK_S
+        self._next_check_s = now_s + CHECK_S
         assert self._trainer is not None
         staying = [sampler for sampler in self._samplers if not sampler.retired]
-        staying.sort(key=lambda sampler: sampler.missed)  # those without hosts last
-        now = sum(not sampler.missed for sampler in staying)
+        staying.sort(key=lambda sampler: sampler.overdue)  # those without hosts last
+        now = sum(not sampler.overdue for sampler in staying)
         seen = measured_steps(steps_in(self._trainer.tail(self._plan.metrics)), now)
         if not seen:
             return  # some are still joining or leaving
@@ -317,7 +317,7 @@ class Upkeep:
         wanted = wanted_samplers(demand, now, self._plan.least, self._plan.most)
         if wanted == now or now < wanted <= len(staying):
             return
-        self._say(
+        self._report(
             f"samplers: {now} -> {wanted} (the trainer waits {demand.trainer_waits:.0%} of the "
             f"time, samplers idle {demand.sampler_idles:.0%})"
         )

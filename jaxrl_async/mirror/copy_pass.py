@@ -16,9 +16,9 @@ from pathlib import Path
 
 from jaxrl_async.errors import JaxrlError
 from jaxrl_async.mirror.remote_copy import (
-    OF_CHECKPOINT,
+    CHECKPOINT_FILE,
     OWNER,
-    CopyPlace,
+    CopyTarget,
     whole_checkpoints,
 )
 from jaxrl_async.remote.wire.address import JOIN_FILE
@@ -28,7 +28,7 @@ from jaxrl_async.whole_files import UNFINISHED
 
 STAGE = ".copying"
 """Folder inside the run's folder for files that are being uploaded."""
-LEFT_OUT = (STAGE, SIGNS, SIGNS + ".tmp", "lock", WANDB, JOIN_FILE)
+EXCLUDED = (STAGE, SIGNS, SIGNS + ".tmp", "lock", WANDB, JOIN_FILE)
 """Entries of a run's folder that are never copied. The last one may hold a secret."""
 WEIGHTS = ".safetensors"
 """Suffix of large files that are never appended to."""
@@ -41,51 +41,51 @@ class TakenOver(JaxrlError):
 class FolderMirror:
     """A run's folder and its remote copy. Used by one thread at a time."""
 
-    def __init__(self, root: Path, place: CopyPlace, keep: int, sign: str) -> None:
+    def __init__(self, root: Path, target: CopyTarget, keep: int, sign: str) -> None:
         """Store the arguments; nothing is read.
 
         Args:
             root: folder of the run.
-            place: location of the copy.
+            target: location of the copy.
             keep: number of newest checkpoints that the copy keeps.
             sign: identifies this process.
         """
-        self._root, self._place, self._keep, self._sign = root, place, keep, sign
+        self._root, self._target, self._keep, self._sign = root, target, keep, sign
         self._watch = FolderWatch(root, appended=())
         # Files in the copy, with local size and mtime as sent; None: sent by another process.
-        self._there: dict[str, tuple[int, int] | None] | None = None
+        self._sent: dict[str, tuple[int, int] | None] | None = None
 
     def has_finished(self) -> bool:
         """Return whether a finished checkpoint is not in the copy yet."""
-        return bool(self._fresh())
+        return bool(self._unsent())
 
     def update(self) -> None:
         """Bring the copy up to date with the folder. Raises TakenOver, FolderLost and file system
         errors; after an error, the next call continues from where this one stopped."""
         self._watch.check()
         self._check_owner()
-        if self._there is None:
-            self._there = dict.fromkeys(n for n in self._place.names() if n != OWNER)
-        there = self._there
-        with self._staged(self._fresh()) as staged:
-            self._send_files(there)
-            for name, sign in staged.items():
-                self._send_checkpoint(name, sign, there)
+        if self._sent is None:
+            self._sent = dict.fromkeys(n for n in self._target.names() if n != OWNER)
+        sent = self._sent
+        with self._stage(self._unsent()) as staged:
+            self._send_files(sent)
+            for name, stamp in staged.items():
+                self._send_checkpoint(name, stamp, sent)
         self._watch.check()  # if the whole folder was lost, remove nothing from the copy
-        self._remove(name for name, sign in there.items() if self._is_gone(name, sign))
+        self._remove(name for name, stamp in sent.items() if self._is_removed(name, stamp))
 
     def _check_owner(self) -> None:
-        owner = self._place.owner()
+        owner = self._target.owner()
         if owner != self._sign:
             raise TakenOver(
-                f"{self._place.address} is now written by another process, so this run is no "
+                f"{self._target.address} is now written by another process, so this run is no "
                 "longer copied. Give one of the two runs another run.name."
             )
 
-    def _fresh(self) -> dict[str, tuple[int, int]]:
+    def _unsent(self) -> dict[str, tuple[int, int]]:
         """Return the finished, kept checkpoints that were not sent yet: FOLDER/STEP, with size and
         mtime of the checksum file, newest first within each folder."""
-        there, fresh = self._there or {}, dict[str, tuple[int, int]]()
+        sent, unsent = self._sent or {}, dict[str, tuple[int, int]]()
         for pattern in ("checkpoints", "*/checkpoints", "*/*/checkpoints"):
             for folder in self._root.glob(pattern):
                 if STAGE in folder.parts:
@@ -94,21 +94,21 @@ class FolderMirror:
                     s for s in saved_steps(folder) if (folder / str(s) / CHECKSUMS).exists()
                 ]
                 for step in reversed(finished[-self._keep :]):
-                    mark = folder / str(step) / CHECKSUMS
-                    name = mark.relative_to(self._root).as_posix()
+                    checksums = folder / str(step) / CHECKSUMS
+                    name = checksums.relative_to(self._root).as_posix()
                     with suppress(FileNotFoundError):  # removed just now
-                        if there.get(name) != (sign := _sign_of(mark)):
-                            fresh[name.rpartition("/")[0]] = sign
-        return fresh
+                        if sent.get(name) != (stamp := _stamp_of(checksums)):
+                            unsent[name.rpartition("/")[0]] = stamp
+        return unsent
 
     @contextmanager
-    def _staged(self, fresh: dict[str, tuple[int, int]]) -> Iterator[dict[str, tuple[int, int]]]:
+    def _stage(self, unsent: dict[str, tuple[int, int]]) -> Iterator[dict[str, tuple[int, int]]]:
         """Hold the checkpoints' files as links or copies, because the run may remove them. Yields
         the checkpoints that were complete."""
         stage, held = self._root / STAGE, dict[str, tuple[int, int]]()
         shutil.rmtree(stage, ignore_errors=True)
         try:
-            for name, sign in fresh.items():
+            for name, stamp in unsent.items():
                 try:
                     shutil.copytree(self._root / name, stage / name, copy_function=_link)
                 except (FileNotFoundError, shutil.Error):
@@ -116,21 +116,21 @@ class FolderMirror:
                         raise
                     shutil.rmtree(stage / name, ignore_errors=True)  # removed just now
                 else:
-                    held[name] = sign
+                    held[name] = stamp
             yield held
         finally:
             shutil.rmtree(stage, ignore_errors=True)
 
-    def _send_files(self, there: dict[str, tuple[int, int] | None]) -> None:
+    def _send_files(self, sent: dict[str, tuple[int, int] | None]) -> None:
         """Send the run's files that have changed, except checkpoints."""
         for name, path in _files(self._root):
-            if OF_CHECKPOINT.fullmatch(name) or "/checkpoints/" in f"/{name}":
+            if CHECKPOINT_FILE.fullmatch(name) or "/checkpoints/" in f"/{name}":
                 continue
             try:
-                sign = _sign_of(path)
-                if there.get(name) != sign:
+                stamp = _stamp_of(path)
+                if sent.get(name) != stamp:
                     self._send_file(path, name)
-                    there[name] = sign
+                    sent[name] = stamp
             except FileNotFoundError:
                 if path.exists():
                     raise
@@ -138,61 +138,61 @@ class FolderMirror:
     def _send_file(self, path: Path, name: str) -> None:
         """Send a snapshot of one file, because it may be appended to during the upload."""
         if path.name.endswith(WEIGHTS):
-            self._place.put(path, name)
+            self._target.put(path, name)
             return
         held = self._root / STAGE / "file"
         held.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, held)
-        self._place.put(held, name)
+        self._target.put(held, name)
 
     def _send_checkpoint(
         self,
         name: str,
-        sign: tuple[int, int],
-        there: dict[str, tuple[int, int] | None],
+        stamp: tuple[int, int],
+        sent: dict[str, tuple[int, int] | None],
     ) -> None:
         """Send a checkpoint, its checksums last, and remove old ones from the copy: all but the
         newest `keep`, and any newer than the newest local one (a resumed run has undone those)."""
         folder, _, step = name.rpartition("/")
-        held, mark = self._root / STAGE / name, f"{name}/{CHECKSUMS}"
-        if self._place.read(mark) != (held / CHECKSUMS).read_bytes():
-            self._remove(n for n in list(there) if n.startswith(f"{name}/"))
+        held, checksums = self._root / STAGE / name, f"{name}/{CHECKSUMS}"
+        if self._target.read(checksums) != (held / CHECKSUMS).read_bytes():
+            self._remove(n for n in list(sent) if n.startswith(f"{name}/"))
             for file, path in _files(held):
                 if file != CHECKSUMS:
-                    there[f"{name}/{file}"] = None
-                    self._place.put(path, f"{name}/{file}")
+                    sent[f"{name}/{file}"] = None
+                    self._target.put(path, f"{name}/{file}")
             self._check_owner()
-            self._place.put(held / CHECKSUMS, mark)
-        there[mark] = sign
+            self._target.put(held / CHECKSUMS, checksums)
+        sent[checksums] = stamp
         newest = max((int(step), *saved_steps(self._root / folder)))
-        kept = [s for s in whole_checkpoints(there)[folder] if s <= newest][: self._keep]
-        matches = {file: OF_CHECKPOINT.fullmatch(file) for file in there}
+        kept = [s for s in whole_checkpoints(sent)[folder] if s <= newest][: self._keep]
+        matches = {file: CHECKPOINT_FILE.fullmatch(file) for file in sent}
         self._remove(
             file for file, m in matches.items() if m and m[1] == folder and int(m[2]) not in kept
         )
 
     def _remove(self, names: Iterable[str]) -> None:
         names = list(names)
-        self._place.remove(names)
+        self._target.remove(names)
         for name in names:
-            if self._there is not None:
-                self._there.pop(name, None)
+            if self._sent is not None:
+                self._sent.pop(name, None)
 
-    def _is_gone(self, name: str, sign: tuple[int, int] | None) -> bool:
+    def _is_removed(self, name: str, stamp: tuple[int, int] | None) -> bool:
         """Return whether a file of the copy no longer exists here. Files of other processes stay.
         Checkpoints are pruned when the next one is sent, unless the whole folder is gone."""
-        match = OF_CHECKPOINT.fullmatch(name)
+        match = CHECKPOINT_FILE.fullmatch(name)
         if match is not None:
             return not (self._root / match[1]).exists()
-        return sign is not None and not (self._root / name).exists()
+        return stamp is not None and not (self._root / name).exists()
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the files below a run's folder with relative names; symbolic links are skipped."""
     for at, folders, files in os.walk(folder):
         if Path(at) == folder:
-            folders[:] = [name for name in folders if name not in LEFT_OUT]
-            files = [name for name in files if name not in LEFT_OUT]
+            folders[:] = [name for name in folders if name not in EXCLUDED]
+            files = [name for name in files if name not in EXCLUDED]
         folders[:] = [name for name in folders if not name.endswith(UNFINISHED)]
         for name in sorted(files):
             path = Path(at) / name
@@ -200,10 +200,10 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
                 yield path.relative_to(folder).as_posix(), path
 
 
-def _sign_of(path: Path) -> tuple[int, int]:
+def _stamp_of(path: Path) -> tuple[int, int]:
     """Return size and mtime of a file."""
-    facts = path.stat()
-    return facts.st_size, facts.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _link(source: str, target: str) -> None:

@@ -19,13 +19,13 @@ from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.metrics.recorder import MetricsWriter
 from jaxrl_async.mirror.bring_back import begin_copy
 from jaxrl_async.mirror.copy_pass import FolderMirror, TakenOver
-from jaxrl_async.mirror.remote_copy import open_place
+from jaxrl_async.mirror.remote_copy import open_target
 
 PERIOD_S = 30.0
-"""Interval between copies without a new checkpoint, seconds; at least REST times the last copy's
-duration."""
-REST = 10.0
-LOOK_FOR_S = 1.0
+"""Interval between copies without a new checkpoint, seconds; at least REST_FACTOR times the last
+copy's duration."""
+REST_FACTOR = 10.0
+CHECK_S = 1.0
 """Interval between checks for a finished checkpoint, seconds."""
 END_TRIES = 6
 """Attempts at the end, with waits of 1, 2, 4, ... s between them."""
@@ -40,10 +40,10 @@ class RunCopy:
         """Start nothing yet."""
         self._address, self._root = "", Path()
         self._mirror: FolderMirror | None = None
-        self._is_lost = False  # another process now writes the copy, or the folder is gone
+        self._stopped = False  # another process now writes the copy, or the folder is gone
         self._thread: threading.Thread | None = None
         self._ending, self._lock = threading.Event(), threading.Lock()
-        self._failures, self._told, self._problem = 0, 0, ""
+        self._failures, self._reported, self._problem = 0, 0, ""
 
     def begin(self, run: RunSection, keep: int) -> None:
         """Start copying a run whose folder exists. Raises ConfigError.
@@ -52,23 +52,23 @@ class RunCopy:
         """
         if run.copy_to is None:
             return
-        place, sign = open_place(run.copy_to, run.name), uuid.uuid4().hex
-        begin_copy(run, place, sign)
-        self._address, self._root = place.address, Path(run.dir) / run.name
-        self._mirror = FolderMirror(self._root, place, keep, sign)
+        target, sign = open_target(run.copy_to, run.name), uuid.uuid4().hex
+        begin_copy(run, target, sign)
+        self._address, self._root = target.address, Path(run.dir) / run.name
+        self._mirror = FolderMirror(self._root, target, keep, sign)
         self._problem = "nothing has been copied yet"
         self._thread = threading.Thread(target=self._run, name="copy of the run", daemon=True)
         _COPIES.append(self)
         self._thread.start()
 
-    def is_of(self, folder: Path) -> bool:
+    def contains(self, folder: Path) -> bool:
         """Return whether this folder is the run's folder or below it."""
         return folder.absolute().is_relative_to(self._root.absolute())
 
     def new_failures(self) -> int:
         """Return the number of failed attempts since the last call. Thread safe."""
         with self._lock:
-            new, self._told = self._failures - self._told, self._failures
+            new, self._reported = self._failures - self._reported, self._failures
             return new
 
     def __enter__(self) -> "RunCopy":
@@ -97,24 +97,24 @@ class RunCopy:
     def _run(self) -> None:
         """Copy until the end, on this object's thread."""
         assert self._mirror is not None
-        due_s, in_a_row = 0.0, 0
-        while not self._ending.wait(LOOK_FOR_S):
+        due_s, failures = 0.0, 0
+        while not self._ending.wait(CHECK_S):
             now_s = time.monotonic()
-            if now_s < due_s and (in_a_row or not self._mirror.has_finished()):
+            if now_s < due_s and (failures or not self._mirror.has_finished()):
                 continue
-            in_a_row = 0 if self._copied() else in_a_row + 1
-            if self._is_lost:
+            failures = 0 if self._try_to_copy() else failures + 1
+            if self._stopped:
                 return
             took_s = time.monotonic() - now_s
-            wait_s = backoff_s(1.0, in_a_row) if in_a_row else max(PERIOD_S, REST * took_s)
+            wait_s = backoff_s(1.0, failures) if failures else max(PERIOD_S, REST_FACTOR * took_s)
             due_s = time.monotonic() + wait_s
         for attempt in range(END_TRIES):
-            if self._copied() or self._is_lost:
+            if self._try_to_copy() or self._stopped:
                 return
             if attempt + 1 < END_TRIES:
                 time.sleep(backoff_s(1.0, attempt))
 
-    def _copied(self) -> bool:
+    def _try_to_copy(self) -> bool:
         """Make one attempt; return whether everything is in the copy."""
         assert self._mirror is not None
         try:
@@ -123,7 +123,7 @@ class RunCopy:
             with self._lock:
                 self._failures += 1
             self._problem = f"{type(error).__name__}: {in_a_line(error, 200)}"
-            self._is_lost = isinstance(error, TakenOver | FolderLost)
+            self._stopped = isinstance(error, TakenOver | FolderLost)
             log.warning("copying the run to %s failed: %s", self._address, self._problem)
             return False
         self._problem = ""
@@ -150,10 +150,10 @@ class CopyCountingWriter:
         self._writer.log(step, {**values, "faults/copy_failures": failed})
 
 
-def counting(writer: MetricsWriter, folder: Path) -> MetricsWriter:
+def count_copy_failures(writer: MetricsWriter, folder: Path) -> MetricsWriter:
     """Return the metrics writer of a run, wrapped to count failures of its copy if it has one.
 
     folder: the run's folder, or one below it.
     """
-    copy = next((c for c in _COPIES if c.is_of(folder)), None)
+    copy = next((c for c in _COPIES if c.contains(folder)), None)
     return writer if copy is None else CopyCountingWriter(writer, copy)

@@ -25,12 +25,12 @@ from jaxrl_async.run.folder import BEGINNINGS
 
 OWNER = "copy_owner.json"
 """File that names the writer of the copy; exists only in the copy."""
-OF_CHECKPOINT = re.compile(r"((?:[^/]+/){0,2}checkpoints)/(\d+)/(.+)")
+CHECKPOINT_FILE = re.compile(r"((?:[^/]+/){0,2}checkpoints)/(\d+)/(.+)")
 """Matches a checkpoint file of a run, of one of several runs, or of a warm start."""
 
 
 @dataclass(frozen=True, slots=True)
-class CopyPlace:
+class CopyTarget:
     """Location of a run's copy."""
 
     address: str  # COPY_TO/NAME
@@ -68,7 +68,7 @@ class CopyPlace:
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; the checksum files of complete checkpoints are removed first."""
-        for name in sorted(names, key=lambda n: (not is_mark(n), n)):
+        for name in sorted(names, key=lambda n: (not is_checksum_file(n), n)):
             try:
                 self.system.rm_file(f"{self.root}/{name}")
             except FileNotFoundError:
@@ -95,7 +95,7 @@ class CopyPlace:
         return f"{self.address}.{number}"
 
 
-def open_place(copy_to: str, name: str) -> CopyPlace:
+def open_target(copy_to: str, name: str) -> CopyTarget:
     """Return the location of this run's copy; nothing is created. Raises ConfigError."""
     address = f"{copy_to.rstrip('/')}/{name}"
     try:
@@ -103,12 +103,12 @@ def open_place(copy_to: str, name: str) -> CopyPlace:
         system, root = fsspec.core.url_to_fs(address)
     except Exception as error:  # error types depend on the file system
         raise unreachable(address, error) from error
-    return CopyPlace(address, system, root.rstrip("/"))
+    return CopyTarget(address, system, root.rstrip("/"))
 
 
-def is_mark(name: str) -> bool:
+def is_checksum_file(name: str) -> bool:
     """Return whether this file marks a checkpoint as complete."""
-    match = OF_CHECKPOINT.fullmatch(name)
+    match = CHECKPOINT_FILE.fullmatch(name)
     return match is not None and match[3] == CHECKSUMS
 
 
@@ -122,7 +122,7 @@ def whole_checkpoints(names: Iterable[str]) -> dict[str, list[int]]:
     """Return the steps of the complete checkpoints by folder, newest first."""
     steps: dict[str, list[int]] = {}
     for name in names:
-        match = OF_CHECKPOINT.fullmatch(name)
+        match = CHECKPOINT_FILE.fullmatch(name)
         if match is not None and match[3] == CHECKSUMS:
             steps.setdefault(match[1], []).append(int(match[2]))
     return {folder: sorted(of, reverse=True) for folder, of in steps.items()}
@@ -131,12 +131,12 @@ def whole_checkpoints(names: Iterable[str]) -> dict[str, list[int]]:
 def unreachable(address: str, error: Exception) -> ConfigError:
     """Return a ConfigError that says how to fix an unreachable address."""
     scheme = address.partition("://")[0]
-    remedy = (
+    advice = (
         f"Install support for {scheme}://: pip install {PACKAGES[scheme]}"
         if isinstance(error, ImportError) and scheme in PACKAGES
         else "Check that the bucket exists and that this machine may read and write it"
     )
     return ConfigError(
         f"run.copy_to: {address} cannot be used ({type(error).__name__}: "
-        f"{in_a_line(error, 160)}). {remedy}, or remove run.copy_to."
+        f"{in_a_line(error, 160)}). {advice}, or remove run.copy_to."
     )

@@ -205,7 +205,7 @@ def counting_copies(writer: MetricsWriter, run: RunSection, folder: Path) -> Met
     the run's, or a subfolder."""
     if run.copy_to is None:
         return writer
-    counting: MetricsWriter = _of("mirror.copy_thread", "counting")(writer, folder)
+    counting: MetricsWriter = _of("mirror.copy_thread", "count_copy_failures")(writer, folder)
     return counting
 
 

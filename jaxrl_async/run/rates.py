@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxrl_async.buffer.contents import BufferStats
 from jaxrl_async.sampler.stats import SamplerStats
-from jaxrl_async.weights.elsewhere import Traffic
 from jaxrl_async.weights.exchange import ChannelStats
+from jaxrl_async.weights.remote_port import Traffic
 
 log = logging.getLogger(__name__)
 

@@ -83,17 +83,17 @@ class ScriptedGenerate:
 
     def submit_many(self, requests: Sequence[Request | Partial]) -> list[Future[Completion]]:
         """Implement ports.Generate. Raises RolloutError for an id that is not in the script."""
-        asked = [r.request if isinstance(r, Partial) else r for r in requests]
-        unknown = [r.request_id for r in asked if r.request_id not in self._script]
+        plain = [r.request if isinstance(r, Partial) else r for r in requests]
+        unknown = [r.request_id for r in plain if r.request_id not in self._script]
         if unknown:
             raise RolloutError(
                 f"the script has no answer to request {unknown[0]!r} (it has "
                 f"{', '.join(self._script)}). Add one."
             )
-        self.requests.append(tuple(asked))
+        self.requests.append(tuple(plain))
         loop = asyncio.get_running_loop()
-        futures: list[Future[Completion]] = [loop.create_future() for _ in asked]
-        for request, future in zip(asked, futures, strict=True):
+        futures: list[Future[Completion]] = [loop.create_future() for _ in plain]
+        for request, future in zip(plain, futures, strict=True):
             self._held[request.request_id] = (request, future)
             if not self._hold:
                 loop.call_soon(self.finish, request.request_id)
@@ -153,14 +153,14 @@ class ScriptedScorer:
 class ScriptedWeights:
     """A ports.WeightSource that provides one update of the script per `step()`.
 
-    `lived` records the versions that the sampler reported as live.
+    `live_versions` records the versions that the sampler reported as live.
     """
 
     def __init__(self, updates: Sequence[VersionedParams]) -> None:
         self._updates = list(updates)
         self._staged: VersionedParams | None = None
         self._wake: threading.Event | None = None
-        self.lived: list[int] = []
+        self.live_versions: list[int] = []
 
     def step(self) -> None:
         """Stage the next update of the script."""
@@ -179,7 +179,7 @@ class ScriptedWeights:
 
     def live(self, version: int) -> None:
         """Implement ports.WeightSource."""
-        self.lived.append(version)
+        self.live_versions.append(version)
 
     def leave(self) -> None:
         """Implement ports.WeightSource: no caller waits here."""

@@ -125,10 +125,10 @@ class ScriptedReplica:
 
     def leave(self, partials: Sequence[Partial] = ()) -> None:
         """Hand back these requests and end."""
-        drawn = {p.request.request_id: p for p in partials}
+        by_id = {p.request.request_id: p for p in partials}
         held = [(request_of(given).request_id, future) for given, future in self.held]
         self.departure = Departure(
-            reason="told to", partials={f: drawn[i] for i, f in held if i in drawn}
+            reason="told to", partials={f: by_id[i] for i, f in held if i in by_id}
         )
         self.error = Disconnected("told to")
         self._fail(self.error)

@@ -179,10 +179,10 @@ class MemorySampler:
         for given, future in zip(requests, futures, strict=True):
             if isinstance(given, Partial):
                 assert given.seed == self.seed, "saved by a sampler with a different seed"
-                request, drawn = given.request, given.versions.tolist()
+                request, versions = given.request, given.versions.tolist()
             else:
-                request, drawn = given, []
-            self.waiting.append(_Running(request, future, self._length(request), drawn))
+                request, versions = given, []
+            self.waiting.append(_Running(request, future, self._length(request), versions))
         return futures
 
     def progress(self) -> tuple[Partial, ...]:

@@ -13,7 +13,7 @@ is taken.
 A removed sampler leaves the channel: no publish waits for it, and the newest weights are kept for
 the replacement that rejoins in its place.
 
-Samplers in separate processes join and leave at any time (elsewhere.py); the newest weights are
+Samplers in separate processes join and leave at any time (remote_port.py); the newest weights are
 kept available for them to fetch. No publish waits for these samplers. The live version waits for
 them once they have entered.
 """
@@ -31,24 +31,24 @@ from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.delivery import Delivery, Link, send
-from jaxrl_async.weights.elsewhere import NO_REMOTE, RemoteSamplers
-from jaxrl_async.weights.exchange import ChannelStats, Exchange, Standing
+from jaxrl_async.weights.exchange import ChannelStats, Exchange, ExchangeEntry
 from jaxrl_async.weights.manifest import Manifest, compare, manifest_of
+from jaxrl_async.weights.remote_port import NO_REMOTE, RemoteSamplers
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """Interval at which a wait for live weights checks whether it is given up, seconds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _End(Standing):
+class _End(ExchangeEntry):
     """The channel's state of one local sampler. Changed under the channel's lock."""
 
     link: Link
     staged: Delivery | None = None
     taken: Delivery | None = None  # polled, not live yet
-    holder: int = 0  # number of the current subscription; older ones are ignored
+    subscription: int = 0  # number of the current subscription; older ones are ignored
     wake: threading.Event = field(default_factory=threading.Event)  # a placeholder before `attach`
 
     @property
@@ -61,18 +61,18 @@ class Subscription:
     """One sampler's end of the channel, a ports.WeightSource; used only by the sampler's thread."""
 
     def __init__(self, exchange: Exchange, end: _End) -> None:
-        self._exchange, self._end, self._number = exchange, end, end.holder
+        self._exchange, self._end, self._number = exchange, end, end.subscription
 
     @property
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """True if this end is still the sampler's; False once the sampler has left."""
-        return self._number == self._end.holder
+        return self._number == self._end.subscription
 
     @property
     def under_way(self) -> VersionedParams | None:
         """The update staged for this sampler, complete or not; None if no update is staged."""
         staged = self._end.staged
-        return staged.update if staged is not None and self.holds else None
+        return staged.update if staged is not None and self.is_current else None
 
     def poll(self, *, wait: bool = False) -> VersionedParams | None:
         """Take the staged update once all its arrays have arrived and are verified; return None
@@ -82,7 +82,7 @@ class Subscription:
         Raises WeightsError if it arrived corrupted twice.
         """
         end, delivery = self._end, self._end.staged
-        if delivery is None or not self.holds:
+        if delivery is None or not self.is_current:
             return None
         try:
             if not delivery.arrived(wait=wait):
@@ -96,22 +96,22 @@ class Subscription:
             self._repeat(delivery, error)
             return self.poll(wait=wait) if wait else None
         if self._take(delivery):
-            return delivery.sound
+            return delivery.verified
         return self.poll(wait=wait)  # a newer update was staged while this sampler joined
 
     def live(self, version: int) -> None:
         """Report that this sampler generates every new token with this version."""
         with self._exchange.changed:
-            if not self.holds:
+            if not self.is_current:
                 return
             self._end.live_version, self._end.taken = version, None
             self._exchange.raise_live()
-        self._exchange.tell()
+        self._exchange.report_live()
 
     def attach(self, wake: threading.Event) -> None:
         """Set this event at every publish and at close, and now if either has happened."""
         with self._exchange.changed:
-            if not self.holds:
+            if not self.is_current:
                 return
             self._end.wake = wake
             if self._end.staged is not None or self._exchange.closed:
@@ -121,15 +121,15 @@ class Subscription:
         """Leave the channel: no publish waits for this sampler, and the live version becomes the
         lowest of the others. Thread-safe and idempotent."""
         with self._exchange.changed:
-            if not self.holds:
+            if not self.is_current:
                 return
             end = self._end
-            end.holder += 1
+            end.subscription += 1
             end.counts = False
             end.staged, end.taken = end.staged or end.taken, None
             self._exchange.raise_live()
             self._exchange.changed.notify_all()
-        self._exchange.tell()
+        self._exchange.report_live()
 
     def rejoin(self) -> "Subscription":
         """Return a new end for the replacement of this sampler, which has left.
@@ -140,7 +140,7 @@ class Subscription:
         with self._exchange.changed:
             self._exchange.raise_if_closed()
             end = self._end
-            assert not end.counts and end.holder == self._number + 1, (
+            assert not end.counts and end.subscription == self._number + 1, (
                 "it left, and no replacement has rejoined"
             )
             end.counts, end.wake = True, threading.Event()
@@ -150,7 +150,7 @@ class Subscription:
         """Mark a verified update as taken, unless another has been staged in the meantime."""
         exchange, end = self._exchange, self._end
         with exchange.changed:
-            if end.staged is not delivery or not self.holds:
+            if end.staged is not delivery or not self.is_current:
                 return False
             end.staged, end.taken = None, delivery.released()
             if exchange.all_taken:
@@ -161,7 +161,7 @@ class Subscription:
     def _restage(self, old: Delivery, new: Delivery) -> Delivery:
         """Replace the staged update by its next state, and return this."""
         with self._exchange.changed:
-            if self.holds and self._end.staged is old:
+            if self.is_current and self._end.staged is old:
                 self._end.staged = new
         return new
 
@@ -220,7 +220,7 @@ class WeightChannel:
         self._remote, self._expected, self._checksum = remote, expected, checksum
         self._ends = tuple(_End(link=link, live_version=version) for link in self.links)
         self.exchange = Exchange(
-            standings=list(self._ends),
+            entries=list(self._ends),
             live_version=version,
             on_live=on_live,
             count=count,
@@ -303,17 +303,17 @@ class WeightChannel:
         Raises Closed, and WeightsError after the timeout.
         """
         exchange, remote = self.exchange, self._remote
-        alone, since = False, time.monotonic()
+        empty, since = False, time.monotonic()
         with exchange.changed:
             while exchange.live_version < version and not given_up():
                 exchange.raise_if_closed()
-                if alone != (remote.may_come and exchange.deserted):
-                    alone, since = not alone, time.monotonic()
-                limit_s = remote.wait_s if alone else timeout_s + remote.patience_s
+                if empty != (remote.may_join and exchange.is_empty):
+                    empty, since = not empty, time.monotonic()
+                limit_s = remote.wait_s if empty else timeout_s + remote.transfer_limit_s
                 left_s = since + limit_s - time.monotonic()
                 if left_s <= 0:
-                    raise _not_live(version, exchange.live_version, limit_s, alone=alone)
-                exchange.changed.wait(min(LOOK_S, left_s))
+                    raise _not_live(version, exchange.live_version, limit_s, empty=empty)
+                exchange.changed.wait(min(POLL_S, left_s))
 
     # ---- any thread
 
@@ -378,8 +378,8 @@ class WeightChannel:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(deliveries[0].update.params))
 
 
-def _not_live(version: int, live_version: int, waited_s: float, *, alone: bool) -> WeightsError:
-    if alone:
+def _not_live(version: int, live_version: int, waited_s: float, *, empty: bool) -> WeightsError:
+    if empty:
         return WeightsError(
             f"version {version} is not live in any sampler: none has joined within {waited_s:g} s "
             "(remote.wait_s). Start samplers, and resume the run."

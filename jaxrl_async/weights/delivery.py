@@ -119,13 +119,13 @@ class Delivery:
         return replace(self, update=update, finished=False, repeated=True)
 
     @property
-    def sound(self) -> VersionedParams:
+    def verified(self) -> VersionedParams:
         """The update, after `check` has passed."""
         return replace(self.update, compared=self.update.compared or self.sums is not None)
 
     def released(self) -> "Delivery":
         """Release the source: the update has been verified."""
-        return replace(self, update=self.sound, held=None, sums=None)
+        return replace(self, update=self.verified, held=None, sums=None)
 
 
 def send(link: Link, update: VersionedParams, *, checksum: bool) -> Delivery:

@@ -16,7 +16,7 @@ from jaxrl_async.errors import Closed
 from jaxrl_async.metrics.spans import add_span
 from jaxrl_async.metrics.trace_file import TRACE_CLOCK
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.weights.elsewhere import Traffic
+from jaxrl_async.weights.remote_port import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class ChannelStats:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Standing:
+class ExchangeEntry:
     """One sampler's contribution to the live version. Changed under the exchange's lock."""
 
     live_version: int  # the version that it uses
@@ -49,7 +49,7 @@ class Standing:
 class Exchange:
     """State shared by the trainer's and the samplers' threads; guarded by `changed`."""
 
-    standings: list[Standing]
+    entries: list[ExchangeEntry]
     live_version: int  # all counting samplers use it, or a newer version
     on_live: Callable[[int], None]
     count: Callable[[str], None]
@@ -58,19 +58,19 @@ class Exchange:
     stats: ChannelStats = field(default_factory=ChannelStats)
     closed: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
-    untold: deque[int] = field(default_factory=deque)  # live versions not yet passed to on_live
-    telling: bool = False  # a thread is calling on_live
-    last_late: Standing | None = None  # last sampler found to hold the live version back
+    unreported: deque[int] = field(default_factory=deque)  # live versions not yet passed to on_live
+    reporting: bool = False  # a thread is calling on_live
+    last_behind: ExchangeEntry | None = None  # last sampler found to hold the live version back
 
     @property
     def all_taken(self) -> bool:
         """True if every sampler has taken its update."""
-        return not any(standing.pending for standing in self.standings)
+        return not any(entry.pending for entry in self.entries)
 
     @property
-    def deserted(self) -> bool:
+    def is_empty(self) -> bool:
         """True if no sampler counts."""
-        return not any(standing.counts for standing in self.standings)
+        return not any(entry.counts for entry in self.entries)
 
     def seconds_since_publish(self, version: int) -> float:
         """Return the age of a version that is not yet live in all samplers; 0 for any other."""
@@ -90,14 +90,14 @@ class Exchange:
 
     def raise_live(self) -> None:
         """Raise `live_version` to the lowest version of all counting samplers. Needs the lock; call
-        `tell` afterwards, without it."""
-        if self._holds_back(self.last_late):
+        `report_live` afterwards, without it."""
+        if self._holds_back(self.last_behind):
             return
         # the last sampler to join is likely the last to swap, so few searches scan all samplers
-        self.last_late = next(filter(self._holds_back, reversed(self.standings)), None)
-        if self.last_late is not None:
+        self.last_behind = next(filter(self._holds_back, reversed(self.entries)), None)
+        if self.last_behind is not None:
             return
-        lowest = min((s.live_version for s in self.standings if s.counts), default=None)
+        lowest = min((s.live_version for s in self.entries if s.counts), default=None)
         if lowest is None or lowest <= self.live_version:
             return
         self.live_version = lowest
@@ -105,44 +105,42 @@ class Exchange:
         self.stats = replace(self.stats, live_s=live_s)
         add_span("until live", now - live_s, now, "weights: live", version=lowest)
         self.published_at = {v: t for v, t in self.published_at.items() if v > lowest}
-        self.untold.append(lowest)
+        self.unreported.append(lowest)
         self.changed.notify_all()
 
-    def _holds_back(self, standing: Standing | None) -> bool:
+    def _holds_back(self, entry: ExchangeEntry | None) -> bool:
         """Return True if this sampler holds the live version back."""
-        return (
-            standing is not None and standing.counts and standing.live_version <= self.live_version
-        )
+        return entry is not None and entry.counts and entry.live_version <= self.live_version
 
-    def tell(self) -> None:
+    def report_live(self) -> None:
         """Call on_live with each version that has become live, in ascending order, without the
         lock. One thread at a time does this, also for the others."""
         while True:
             with self.changed:
-                if self.telling or not self.untold:
+                if self.reporting or not self.unreported:
                     return
-                self.telling, version = True, self.untold.popleft()
+                self.reporting, version = True, self.unreported.popleft()
             try:
                 self.on_live(version)
             finally:
                 with self.changed:
-                    self.telling = False
+                    self.reporting = False
 
-    def enter(self, standing: Standing, version: int) -> bool:
+    def enter(self, entry: ExchangeEntry, version: int) -> bool:
         """Start to count a sampler that uses this version. Return False, without a change, if the
         version is older than the live one. Needs the lock."""
         if version < self.live_version:
             return False
-        standing.live_version, standing.counts = version, True
+        entry.live_version, entry.counts = version, True
         self.raise_live()
         self.changed.notify_all()
         return True
 
-    def remove(self, standing: Standing) -> None:
+    def remove(self, entry: ExchangeEntry) -> None:
         """Stop waiting for a sampler, and remove it. Needs the lock; idempotent."""
-        standing.counts = False
-        if standing in self.standings:
-            self.standings.remove(standing)
+        entry.counts = False
+        if entry in self.entries:
+            self.entries.remove(entry)
         self.raise_live()
         self.changed.notify_all()
 

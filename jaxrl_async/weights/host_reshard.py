@@ -169,37 +169,37 @@ class HostReshard:
         """
         leaves, structure = jax.tree.flatten(params)
         if self._plans is None:
-            self._plans = [_planned(*pair) for pair in zip(leaves, self._target, strict=True)]
+            self._plans = [_plan_shards(*pair) for pair in zip(leaves, self._target, strict=True)]
         shards, devices = list[Any](), list[Any]()
         for leaf, plan in zip(leaves, self._plans, strict=True):
             for shard in plan:
-                shards += [self._put_together(leaf, shard)] * len(shard.devices)
+                shards += [self._assemble(leaf, shard)] * len(shard.devices)
                 devices += shard.devices
         placed = iter(jax.device_put(shards, devices))
         arrays = [
             jax.make_array_from_single_device_arrays(
-                leaf.shape, goal, [next(placed) for shard in plan for _ in shard.devices]
+                leaf.shape, sharding, [next(placed) for shard in plan for _ in shard.devices]
             )
-            for leaf, goal, plan in zip(leaves, self._target, self._plans, strict=True)
+            for leaf, sharding, plan in zip(leaves, self._target, self._plans, strict=True)
         ]
         return jax.tree.unflatten(structure, arrays)
 
-    def _put_together(self, leaf: jax.Array, shard: "_Shard") -> np.ndarray:
+    def _assemble(self, leaf: jax.Array, shard: "_Shard") -> np.ndarray:
         """Copy a shard's parts into one array."""
         whole = self._pool.take(shard.shape, leaf.dtype)
         raw = raw_dtype(str(leaf.dtype))
         for part in shard.parts:
-            piece = np.asarray(leaf.addressable_data(part.place)).view(raw)
-            whole.view(raw)[part.into] = piece[part.of]
+            piece = np.asarray(leaf.addressable_data(part.index)).view(raw)
+            whole.view(raw)[part.target] = piece[part.source]
         return whole
 
 
 class _Part(NamedTuple):
     """The part of a target shard that one source shard has."""
 
-    place: int  # index of the source's shard in this process
-    of: Index  # within the source's shard
-    into: Index  # within the target's
+    index: int  # index of the source's shard in this process
+    source: Index  # within the source's shard
+    target: Index  # within the target's
 
 
 class _Shard(NamedTuple):
@@ -210,18 +210,18 @@ class _Shard(NamedTuple):
     devices: list[Any]  # that hold it
 
 
-def _planned(leaf: jax.Array, target: Any) -> list[_Shard]:
+def _plan_shards(leaf: jax.Array, target: Any) -> list[_Shard]:
     """Plan the shards of one array. If the source has several copies, the first is read."""
     source: dict[Box, int] = {}
-    for place, shard in enumerate(leaf.addressable_shards):
-        source.setdefault(box_of(shard.index, leaf.shape), place)
+    for index, shard in enumerate(leaf.addressable_shards):
+        source.setdefault(box_of(shard.index, leaf.shape), index)
     shards = []
     for box, devices in boxes_here(target, leaf.shape).items():
         parts = list[_Part]()
-        for held, place in source.items():
-            common = intersection(box, held)
-            if common is not None:
-                parts.append(_Part(place, inside(common, held), inside(common, box)))
+        for held, index in source.items():
+            both = intersection(box, held)
+            if both is not None:
+                parts.append(_Part(index, inside(both, held), inside(both, box)))
         shape = tuple(stop - start for start, stop in box)
         shards.append(_Shard(shape, parts, devices))
     return shards

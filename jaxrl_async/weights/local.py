@@ -124,12 +124,12 @@ class Push:
         if self.crosses:
             _check(trainer, sampler)
         if grows:
-            bridge = _arranged(sampler, len(sampler) // len(trainer), source_mesh)
-            self._shards, self._across = source, _on(bridge, source)
+            bridge = _tiled_mesh(sampler, len(sampler) // len(trainer), source_mesh)
+            self._shards, self._across = source, _on_mesh(bridge, source)
             self._reshard = jax.jit(lambda moved: moved, out_shardings=target)
         elif set(trainer) != set(sampler):
-            bridge = _arranged(trainer, len(trainer) // len(sampler), target_mesh)
-            self._shards, self._across = _on(bridge, target), target
+            bridge = _tiled_mesh(trainer, len(trainer) // len(sampler), target_mesh)
+            self._shards, self._across = _on_mesh(bridge, target), target
         if on_host is None:
             on_host = reshards_on_host(trainer + sampler)
         self._on_host = on_host and self.crosses and (grows or not _same(source, self._shards))
@@ -211,14 +211,14 @@ class _Plan(NamedTuple):
 def _plan_of(params: Params, target: Shardings) -> _Plan:
     """Plan the copies of same-index shards to the target's devices; shards already there stay."""
     shards, devices = list[tuple[int, ...]](), list[jax.Device]()
-    for leaf, goal in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True):
+    for leaf, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True):
         by_index: dict[Any, dict[jax.Device, int]] = {}
-        for place, shard in enumerate(leaf.addressable_shards):
-            by_index.setdefault(_hashable(shard.index), {})[shard.device] = place
-        wanted = goal.addressable_devices_indices_map(leaf.shape)
-        copies = [(device, by_index[_hashable(index)]) for device, index in wanted.items()]
+        for number, shard in enumerate(leaf.addressable_shards):
+            by_index.setdefault(_index_key(shard.index), {})[shard.device] = number
+        targets = sharding.addressable_devices_indices_map(leaf.shape)
+        copies = [(device, by_index[_index_key(index)]) for device, index in targets.items()]
         shards.append(tuple(c.get(device, next(iter(c.values()))) for device, c in copies))
-        devices += wanted
+        devices += targets
     return _Plan(tuple(shards), tuple(devices))
 
 
@@ -228,24 +228,24 @@ def _move(params: Params, target: Shardings, plan: _Plan) -> Params:
     chosen = zip(leaves, plan.shards, strict=True)
     moved = iter(
         jax.device_put(
-            [leaf.addressable_data(place) for leaf, places in chosen for place in places],
+            [leaf.addressable_data(index) for leaf, indices in chosen for index in indices],
             list(plan.devices),
         )
     )
     arrays = [
-        jax.make_array_from_single_device_arrays(leaf.shape, goal, [next(moved) for _ in places])
-        for leaf, goal, places in zip(leaves, jax.tree.leaves(target), plan.shards, strict=True)
+        jax.make_array_from_single_device_arrays(leaf.shape, to, [next(moved) for _ in indices])
+        for leaf, to, indices in zip(leaves, jax.tree.leaves(target), plan.shards, strict=True)
     ]
     return jax.tree.unflatten(structure, arrays)
 
 
-def _arranged(devices: Sequence[jax.Device], copies: int, like: Mesh) -> Mesh:
+def _tiled_mesh(devices: Sequence[jax.Device], copies: int, like: Mesh) -> Mesh:
     """Return a mesh of `copies` times the shape of `like` on these devices."""
     shape = (copies, *like.devices.shape)
     return Mesh(np.array(devices).reshape(shape), ("copies", *like.axis_names))
 
 
-def _on(mesh: Mesh, shardings: Shardings) -> Shardings:
+def _on_mesh(mesh: Mesh, shardings: Shardings) -> Shardings:
     """Return the same partition specs on another mesh."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s.spec), shardings)
 
@@ -256,7 +256,7 @@ def _same(one: Shardings, other: Shardings) -> bool:
     return all(a.is_equivalent_to(b, max(len(a.spec), len(b.spec))) for a, b in pairs)
 
 
-def _hashable(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
+def _index_key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
     return tuple((s.start, s.stop) for s in index)
 
 

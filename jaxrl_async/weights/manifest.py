@@ -1,9 +1,9 @@
 """The manifest of a set of weights, compared before any transfer, and checksums of weights on their
 devices: 4 bytes per array, independent of its sharding.
 
-    sum over all elements of bits * (2 * place + 1), modulo 2^32
+    sum over all elements of bits * (2 * position + 1), modulo 2^32
 
-`place` is the element's index in the whole, flattened array. Shards therefore add up to the same
+`position` is the element's index in the whole, flattened array. Shards therefore add up to the same
 number on any mesh, and a misplaced block changes the sum. The factor is odd, so a change of a
 single element is always detected. Each shard is summed on its own device, without collectives, so
 any thread may compute checksums.
@@ -58,12 +58,12 @@ def compare(published: Manifest, expected: Manifest) -> None:
     """Raise WeightsError with the name of the first array that differs, if any."""
     if published == expected:
         return
-    sent, wanted = ({n: (s, d) for n, s, d in m.entries} for m in (published, expected))
-    for name in sorted(sent.keys() | wanted.keys()):
-        if sent.get(name) != wanted.get(name):
+    sent, needed = ({n: (s, d) for n, s, d in m.entries} for m in (published, expected))
+    for name in sorted(sent.keys() | needed.keys()):
+        if sent.get(name) != needed.get(name):
             raise WeightsError(
-                f"weights {name!r}: published {_described(sent.get(name))}; the sampler expects "
-                f"{_described(wanted.get(name))}. Trainer and sampler were built from different "
+                f"weights {name!r}: published {_describe(sent.get(name))}; the sampler expects "
+                f"{_describe(needed.get(name))}. Trainer and sampler were built from different "
                 "models: use one model section for both."
             )
     names = zip(published.entries, expected.entries, strict=True)
@@ -75,7 +75,7 @@ def compare(published: Manifest, expected: Manifest) -> None:
     )
 
 
-def _described(entry: tuple[tuple[int, ...], str] | None) -> str:
+def _describe(entry: tuple[tuple[int, ...], str] | None) -> str:
     return "nothing" if entry is None else f"{entry[1]}{list(entry[0])}"
 
 
@@ -112,12 +112,12 @@ class PartSums:
 
     def read(self) -> list[int]:
         """Wait for the checksums and return each part's share of its array's, in order."""
-        found = {
+        by_part = {
             n: int(s)
             for numbers, sums in self._sums
             for n, s in zip(numbers, np.asarray(sums), strict=True)
         }
-        return [found[number] for number in range(len(found))]
+        return [by_part[number] for number in range(len(by_part))]
 
 
 class Sums:
@@ -128,7 +128,7 @@ class Sums:
         self._num_arrays = len(leaves)
         shards = [(n, leaf, s) for n, leaf in enumerate(leaves) for s in leaf.addressable_shards]
         starts = [tuple(i.start or 0 for i in shard.index) for _, _, shard in shards]
-        self._places = [(n, start) for (n, _, _), start in zip(shards, starts, strict=True)]
+        self._keys = [(n, start) for (n, _, _), start in zip(shards, starts, strict=True)]
         self._sums = PartSums(
             [
                 (shard.data, start, leaf.shape)
@@ -140,8 +140,8 @@ class Sums:
         """Wait, and return each distinct shard's share, by (array, index of its first element);
         None if copies of one shard differ."""
         shards: dict[tuple[int, tuple[int, ...]], int] = {}
-        for place, shard_sum in zip(self._places, self._sums.read(), strict=True):
-            if shards.setdefault(place, shard_sum) != shard_sum:
+        for key, shard_sum in zip(self._keys, self._sums.read(), strict=True):
+            if shards.setdefault(key, shard_sum) != shard_sum:
                 return None
         return shards
 
@@ -169,14 +169,14 @@ def _sums_of(shards: Any, offsets: Any, strides: tuple[tuple[int, ...], ...]) ->
 
 def _sum_of(x: Array, offset: Array, strides: tuple[int, ...]) -> Array:
     bits, steps = _bits(x), np.asarray(strides, np.uint32)
-    place = jnp.sum(offset * steps, dtype=jnp.uint32)  # of the first element
-    if strides == _strides(x.shape):  # a contiguous piece: places count up (fast on a CPU)
+    position = jnp.sum(offset * steps, dtype=jnp.uint32)  # of the first element
+    if strides == _strides(x.shape):  # a contiguous piece: positions count up (fast on a CPU)
         bits = bits.reshape(-1)
-        place += jax.lax.iota(jnp.uint32, bits.size)
+        position += jax.lax.iota(jnp.uint32, bits.size)
     else:
         for axis, step in enumerate(steps):
-            place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * step
-    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+            position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * step
+    return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
 
 
 def _bits(x: Array) -> Array:

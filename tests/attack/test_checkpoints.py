@@ -23,7 +23,7 @@ from jaxrl_async.audit import audit_run
 from jaxrl_async.config.schema import Config, RunSection
 from jaxrl_async.errors import CheckpointError, EarlierSaveError, FolderLost
 from jaxrl_async.mirror.copy_pass import FolderMirror
-from jaxrl_async.mirror.remote_copy import open_place
+from jaxrl_async.mirror.remote_copy import open_target
 from jaxrl_async.run.checkpoint import seal, store
 from jaxrl_async.run.checkpoint import storage as place
 from jaxrl_async.run.checkpoint.store import Checkpoints
@@ -525,7 +525,7 @@ def test_the_next_save_says_that_the_folder_is_lost_and_makes_none(run, attack):
 
 
 def test_a_copy_is_not_emptied_because_the_folder_is_gone(run, tmp_path):
-    place = open_place(f"file://{tmp_path}/copy", "run")
+    place = open_target(f"file://{tmp_path}/copy", "run")
     mirror = FolderMirror(run.root, place, 2, "me")
     place.take("me")
     made(run.checkpoints, 1)

@@ -9,7 +9,7 @@ from remotes import until
 
 from jaxrl_async.errors import Disconnected, RolloutError
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.remote.sampler.answer_checks import checked_completion, checked_drawn
+from jaxrl_async.remote.sampler.answer_checks import checked_completion, checked_remote_partial
 from jaxrl_async.remote.sampler.remote_replica import RemoteReplica
 from jaxrl_async.remote.wire.messages import Answers, Start
 from jaxrl_async.sampler.request_checks import RequestCheck, Room
@@ -77,7 +77,7 @@ def test_a_log_prob_that_no_draw_has_is_refused(odd: float, shown: str) -> None:
         answered(logprobs=row(-1, odd, -1, -1))
     saved = replace(BEGUN, logprobs=row(-1, odd))
     with pytest.raises(RolloutError, match=f"logprobs have {shown}"):
-        checked_drawn(saved, ASKED, ROOM, newest=NEWEST)
+        checked_remote_partial(saved, ASKED, ROOM, newest=NEWEST)
 
 
 def test_a_log_prob_of_certainty_of_rounding_and_nan_are_taken() -> None:
@@ -128,7 +128,7 @@ def test_a_token_that_its_mask_leaves_out_is_refused() -> None:
         answered(masked, kept=kept((1, 2), (2,), (3, 100), (4,)), full_logprobs=full)
     saved = replace(BEGUN, kept=kept((1,), (3,)), full_logprobs=row(-1, -1))
     with pytest.raises(RolloutError, match="token 1 is not among"):
-        checked_drawn(saved, masked, ROOM, newest=NEWEST)
+        checked_remote_partial(saved, masked, ROOM, newest=NEWEST)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_lie_in_a_session_is_counted_and_its_request_fails_over() -> None:
     pair, faults, live, got = session_pair(), FaultCounts(), [7], []
     check = RequestCheck(ROOM, itertools.count())
     replica = RemoteReplica(pair.trainer, check, places=2, newest=lambda: 9, count=faults.add)
-    replica.draws_from(lambda: live[0])
+    replica.track_version(lambda: live[0])
     pair.sampler.on(Start, got.append)
 
     def answer(number: int, *versions: int) -> None:

@@ -32,14 +32,14 @@ from jaxrl_async.metrics.json_logs import logs_as
 from jaxrl_async.model.own_code import OwnCode
 from jaxrl_async.private_folder import made_private
 from jaxrl_async.remote.run import remote_samplers
-from jaxrl_async.remote.weights.peer_authentication import Guard
-from jaxrl_async.remote.weights.piece_protocol import GREETING, Line, PieceRequest
+from jaxrl_async.remote.weights.peer_authentication import PeerAuth
+from jaxrl_async.remote.weights.piece_protocol import GREETING, PeerLink, PieceRequest
 from jaxrl_async.remote.weights.piece_server import PieceServer
 from jaxrl_async.remote.wire import handshake
 from jaxrl_async.remote.wire.address import (
     Address,
-    known_to_this_user,
     locate_trainer,
+    share_secret_by_port,
     write_join_file,
 )
 from jaxrl_async.remote.wire.client import dial
@@ -47,8 +47,8 @@ from jaxrl_async.remote.wire.frames import FRAME_BYTES, FrameInbox, Outbox
 from jaxrl_async.remote.wire.grpc_link import OPTIONS, PATH, grpc
 from jaxrl_async.remote.wire.listener import Hub
 from jaxrl_async.remote.wire.messages import PROTOCOL, Hello, Welcome
+from jaxrl_async.remote.wire.pending_connections import PendingConnections, site_of
 from jaxrl_async.remote.wire.session import WireLimits
-from jaxrl_async.remote.wire.strangers import Strangers, site_of
 from jaxrl_async.run.lockstep import Lockstep
 
 SECRET = b"0123456789abcdef" * 2
@@ -162,7 +162,7 @@ def test_a_file_that_its_user_has_named_is_executed(tmp_path: Path) -> None:
 def test_this_users_samplers_find_the_secret_by_folder_and_by_port(
     tmp_path: Path, caches: Path
 ) -> None:
-    with a_hub(SECRET) as hub, known_to_this_user(hub.address, SECRET):
+    with a_hub(SECRET) as hub, share_secret_by_port(hub.address, SECRET):
         file = write_join_file(tmp_path, hub.address, "r", SECRET)
         assert file.stat().st_mode & 0o777 == 0o600
         by_port = caches / "jaxrl_async" / "join" / f"{hub.address.port}.json"
@@ -189,7 +189,7 @@ def test_a_secret_that_others_wrote_or_can_read_does_not_count(tmp_path: Path) -
     "content", ["{", "[]", '{"secret": 3}', '{"secret": "\\u00e4"}', "[" * 99999]
 )
 def test_a_torn_file_by_port_is_no_secret(caches: Path, content: str) -> None:
-    with known_to_this_user(Address("127.0.0.1", 7), SECRET):
+    with share_secret_by_port(Address("127.0.0.1", 7), SECRET):
         file = caches / "jaxrl_async" / "join" / "7.json"
         file.write_text(content)
         assert locate_trainer("127.0.0.1:7").secret == b""
@@ -220,7 +220,7 @@ def test_the_secret_is_found_by_port_where_no_folder_of_caches_can_be_had(
     caches.touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folders._fallback.cache_clear()
-    with known_to_this_user(Address("127.0.0.1", 7), SECRET):
+    with share_secret_by_port(Address("127.0.0.1", 7), SECRET):
         assert locate_trainer("127.0.0.1:7").secret == SECRET
     folders._fallback.cache_clear()
 
@@ -240,7 +240,7 @@ def test_the_files_by_port_of_killed_trainers_go_after_a_week(caches: Path) -> N
             file.write_text("{}")
         for file in old:
             os.utime(file, (time.time() - 8 * 24 * 3600,) * 2)
-        with known_to_this_user(Address("127.0.0.1", 2), SECRET):
+        with share_secret_by_port(Address("127.0.0.1", 2), SECRET):
             names = {file.name for file in folder.iterdir()}
     assert names == {"1.json", "2.json", f"{live}.json"}
 
@@ -264,7 +264,7 @@ def test_the_processes_of_a_trainer_agree_on_the_secret(monkeypatch: pytest.Monk
         told.append(text)
         return text if leads else "made by process 0"
 
-    monkeypatch.setattr(remote_samplers, "tell_everybody", tell)
+    monkeypatch.setattr(remote_samplers, "broadcast_text", tell)
     agreed, of = remote_samplers._agreed_secret, hashlib.sha256(SECRET).hexdigest()
     for index in (0, 1):
         assert agreed(SECRET, Process(index, of)) == SECRET and not told
@@ -320,7 +320,7 @@ def test_a_sampler_waits_for_the_secret_of_a_trainer_that_starts_again(tmp_path:
 def test_a_wrong_secret_of_the_environment_is_refused_at_once() -> None:
     with (
         a_hub(SECRET) as hub,
-        known_to_this_user(hub.address, SECRET),
+        share_secret_by_port(hub.address, SECRET),
         pytest.raises(JoinRefused, match="different secrets"),
     ):
         joins(str(hub.address), b"another secret, of the environment")
@@ -330,11 +330,11 @@ def test_a_wrong_secret_of_the_environment_is_refused_at_once() -> None:
 
 
 def test_the_address_with_most_places_loses_its_oldest_silent_connection() -> None:
-    places, gone = Strangers(4), []
+    places, gone = PendingConnections(4), []
     held = []
 
     def come(name: str, host: str) -> None:
-        held.append(places.place(host, lambda: gone.append(name)))
+        held.append(places.track(host, lambda: gone.append(name)))
         came[name] = held[-1].__enter__()
 
     came: dict = {}
@@ -378,7 +378,7 @@ class Numbers:
 
 @pytest.mark.full
 def test_a_flood_of_silent_connections_starves_no_member_of_weights() -> None:
-    server = PieceServer(Numbers(), guard=Guard(secret=SECRET))
+    server = PieceServer(Numbers(), auth=PeerAuth(secret=SECRET))
     host, port = server.address.rsplit(":", 1)
     silent, stop = [], threading.Event()
 
@@ -392,7 +392,7 @@ def test_a_flood_of_silent_connections_starves_no_member_of_weights() -> None:
         raw = socket.create_connection((host, int(port)), timeout=WAIT_S)
         with raw:
             raw.sendall(GREETING)
-            line = Line(Guard(secret=SECRET).as_client(raw), WAIT_S)
+            line = PeerLink(PeerAuth(secret=SECRET).as_client(raw), WAIT_S)
             line.send(PieceRequest(version=1, array=0, box=((0, 2),)).encoded())
             return line.receive_answer(8)[0]
 
@@ -413,7 +413,7 @@ def test_a_flood_of_silent_connections_starves_no_member_of_weights() -> None:
 
 @pytest.mark.full
 def test_a_connection_that_does_not_greet_is_closed() -> None:
-    server = PieceServer(Numbers(), guard=Guard(secret=SECRET))
+    server = PieceServer(Numbers(), auth=PeerAuth(secret=SECRET))
     host, port = server.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as silent:
         assert silent.recv(1) == b""

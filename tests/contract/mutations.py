@@ -839,8 +839,8 @@ GROUPS = (
         "remote/weights/transfers",
         ("remote/weights/test_transfers.py",),
         (
-            ("            del self._news[taker]\n", ""),
-            ("self._fetched[taker.fetching] -= 1", "pass"),
+            ("            del self._unchecked[recipient]\n", ""),
+            ("self._fetched[recipient.fetching] -= 1", "pass"),
         ),
     ),
     Group(
@@ -896,8 +896,8 @@ GROUPS = (
         ("weights/test_subscriptions.py",),
         (
             (
-                "lowest = min((s.live_version for s in self.standings if s.counts)",
-                "lowest = max((s.live_version for s in self.standings if s.counts)",
+                "lowest = min((s.live_version for s in self.entries if s.counts)",
+                "lowest = max((s.live_version for s in self.entries if s.counts)",
             ),
             (
                 "if version < self.live_version:\n            return False",
@@ -910,8 +910,8 @@ GROUPS = (
         ("weights/test_transfer_faults.py",),
         (
             (
-                "return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)",
-                "return jnp.sum(bits * 2 * place, dtype=jnp.uint32)",
+                "return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)",
+                "return jnp.sum(bits * 2 * position, dtype=jnp.uint32)",
             ),
             ("math.prod(shape[axis + 1 :])", "math.prod(shape[axis:])"),
         ),
@@ -921,11 +921,11 @@ GROUPS = (
         ("weights/test_host_reshard.py",),
         (
             (
-                "inside(common, held), inside(common, box)",
-                "inside(common, held), inside(common, held)",
+                "inside(both, held), inside(both, box)",
+                "inside(both, held), inside(both, held)",
             ),
             (
-                "source.setdefault(box_of(shard.index, leaf.shape), place)",
+                "source.setdefault(box_of(shard.index, leaf.shape), index)",
                 "source.setdefault(box_of(shard.index, leaf.shape), 0)",
             ),
         ),

@@ -13,8 +13,8 @@ from jaxrl_async.launch.hardware import parse_hardware
 from jaxrl_async.launch.supervisor import (
     LOST,
     HostTask,
-    Upkeep,
-    UpkeepPlan,
+    Supervisor,
+    SupervisorPlan,
     outcome,
     restart_wait_s,
 )
@@ -84,8 +84,8 @@ class Run:
     """A fleet with a clock."""
 
     def __init__(self, least=2, most=2, max_restarts=2, trainer="cpu:1", sampler="cpu:1"):
-        self.cluster, self.now, self.said = FakeCluster(), 0.0, []
-        plan = UpkeepPlan(
+        self.cluster, self.now, self.reports = FakeCluster(), 0.0, []
+        plan = SupervisorPlan(
             trainer=parse_hardware(trainer),
             sampler=parse_hardware(sampler),
             least=least,
@@ -95,7 +95,7 @@ class Run:
             trainer_tasks=self.tasks(parse_hardware(trainer)),
             sampler_tasks=self.tasks(parse_hardware(sampler)),
         )
-        self.fleet = Upkeep(plan, self.cluster, say=self.said.append)
+        self.fleet = Supervisor(plan, self.cluster, report=self.reports.append)
 
     def tasks(self, hardware):
         return lambda at, meet: [
@@ -272,7 +272,7 @@ def test_the_number_of_samplers_follows_the_need():
     trainer.metrics += lines(25, 4, idles=0.4)
     run.go(10)
     assert run.fleet.samplers == 3, "one by one, and those that stay suffice"
-    assert any("samplers: 4 -> 3" in text for text in run.said)
+    assert any("samplers: 4 -> 3" in text for text in run.reports)
     trainer.metrics += lines(25, 3, idles=0.2)
     run.go(10)
     assert run.fleet.samplers == 3
@@ -305,7 +305,7 @@ def test_the_steps_without_a_sampler_that_was_lost_add_none():
     run.cluster.trainer.metrics += lines(10, 1, waits=0.6)
     run.go(60)
     assert run.fleet.samplers == 2
-    assert not any(text.startswith("samplers:") for text in run.said)
+    assert not any(text.startswith("samplers:") for text in run.reports)
 
 
 def test_samplers_for_which_there_are_no_hosts_do_not_stop_the_count():
@@ -343,11 +343,11 @@ def test_who_finds_no_hosts_is_named_once():
     run = Run(least=1, most=1, sampler="gpu:8x2")
     run.cluster.is_placed = False
     run.go(100)
-    assert run.said == ["trainer: no hosts of cpu:1 for 60 s; still waiting"]
+    assert run.reports == ["trainer: no hosts of cpu:1 for 60 s; still waiting"]
     run.cluster.trainer.is_placed = True
     run.go(100)
-    missed = [text for text in run.said if "no hosts" in text]
-    assert missed[1:] == ["sampler 0: no hosts of gpu:8x2 for 60 s; still waiting"]
+    overdue = [text for text in run.reports if "no hosts" in text]
+    assert overdue[1:] == ["sampler 0: no hosts of gpu:8x2 for 60 s; still waiting"]
     run.cluster.samplers[0].is_placed = True
     run.go(5)
     assert run.fleet.samplers == 1
@@ -364,8 +364,8 @@ def test_a_sampler_that_waits_for_the_trainer_is_not_said_to_miss_hosts():
     run.go(3)
     run.cluster.samplers[0].is_placed = True
     run.go(100)
-    missed = [text for text in run.said if "no hosts" in text]
-    assert missed == ["trainer: no hosts of cpu:1 for 60 s; still waiting"]
+    overdue = [text for text in run.reports if "no hosts" in text]
+    assert overdue == ["trainer: no hosts of cpu:1 for 60 s; still waiting"]
 
 
 def test_numbers_of_samplers_are_used_again():

@@ -25,7 +25,7 @@ from jaxrl_async.mirror import copy_thread
 from jaxrl_async.mirror.bring_back import bring_back
 from jaxrl_async.mirror.copy_pass import FolderMirror, TakenOver
 from jaxrl_async.mirror.copy_thread import RunCopy
-from jaxrl_async.mirror.remote_copy import OWNER, CopyPlace, open_place, whole_checkpoints
+from jaxrl_async.mirror.remote_copy import OWNER, CopyTarget, open_target, whole_checkpoints
 from jaxrl_async.run.checkpoint.seal import CHECKSUMS, checksums, saved_steps
 from jaxrl_async.run.folder import SIGNS
 
@@ -66,14 +66,14 @@ def save(folder: Path, step: int, content: str = "") -> None:
         file.write(json.dumps({"step": step}) + "\n")
 
 
-def mirror_of(run: RunSection, keep: int = 2) -> tuple[FolderMirror, CopyPlace]:
-    place = open_place(ADDRESS, run.name)
-    place.take("me")
-    return FolderMirror(folder_of(run), place, keep, "me"), place
+def mirror_of(run: RunSection, keep: int = 2) -> tuple[FolderMirror, CopyTarget]:
+    target = open_target(ADDRESS, run.name)
+    target.take("me")
+    return FolderMirror(folder_of(run), target, keep, "me"), target
 
 
-def steps_there(place: CopyPlace) -> list[int]:
-    return whole_checkpoints(place.names()).get("checkpoints", [])
+def steps_in(target: CopyTarget) -> list[int]:
+    return whole_checkpoints(target.names()).get("checkpoints", [])
 
 
 def refuse_after(system, monkeypatch, count: int) -> None:
@@ -91,23 +91,23 @@ def refuse_after(system, monkeypatch, count: int) -> None:
 
 def test_the_copy_has_what_the_folder_has_and_keeps_as_many_checkpoints(run, memory):
     folder = folder_of(run)
-    mirror, place = mirror_of(run)
+    mirror, target = mirror_of(run)
     for step in (1, 2, 3):
         save(folder, step)
         (folder / "lock").touch()
         assert mirror.has_finished()
         mirror.update()
         assert not mirror.has_finished()
-    assert steps_there(place) == [3, 2]
-    assert not [n for n in place.names() if n.startswith("checkpoints/1/")]
-    assert place.read("metrics.jsonl") == (folder / "metrics.jsonl").read_bytes()
-    assert {"lock", SIGNS, ".copying/file"}.isdisjoint(place.names())
+    assert steps_in(target) == [3, 2]
+    assert not [n for n in target.names() if n.startswith("checkpoints/1/")]
+    assert target.read("metrics.jsonl") == (folder / "metrics.jsonl").read_bytes()
+    assert {"lock", SIGNS, ".copying/file"}.isdisjoint(target.names())
     (folder / "stacks.txt").write_text("x")
     mirror.update()
-    assert place.read("stacks.txt") == b"x"
+    assert target.read("stacks.txt") == b"x"
     (folder / "stacks.txt").unlink()
     mirror.update()
-    assert place.read("stacks.txt") is None
+    assert target.read("stacks.txt") is None
     assert not (folder / ".copying").exists()
 
 
@@ -116,7 +116,7 @@ def test_an_upload_that_ends_anywhere_leaves_the_checkpoint_before(
     run, memory, monkeypatch, tmp_path, count
 ):
     folder = folder_of(run)
-    mirror, place = mirror_of(run)
+    mirror, target = mirror_of(run)
     save(folder, 1)
     mirror.update()
     save(folder, 2)
@@ -125,14 +125,14 @@ def test_an_upload_that_ends_anywhere_leaves_the_checkpoint_before(
         with pytest.raises(OSError, match="away"):
             mirror.update()
         if count:  # the run's other files went first, so its ledger is never behind
-            assert place.read("metrics.jsonl") == (folder / "metrics.jsonl").read_bytes()
+            assert target.read("metrics.jsonl") == (folder / "metrics.jsonl").read_bytes()
     if count < 4:
-        assert steps_there(place) == [1]
+        assert steps_in(target) == [1]
     fetched = run.model_copy(update={"dir": str(tmp_path / "other"), "resume": True})
     bring_back(fetched)
     assert saved_steps(folder_of(fetched) / "checkpoints") == [1]
     mirror.update()
-    assert steps_there(place) == [2, 1]
+    assert steps_in(target) == [2, 1]
 
 
 def test_a_step_that_is_saved_again_is_sent_again_and_what_was_undone_goes(run, memory):
@@ -142,16 +142,16 @@ def test_a_step_that_is_saved_again_is_sent_again_and_what_was_undone_goes(run, 
     mirror_of(run)[0].update()
     shutil.rmtree(folder / "checkpoints/9")
     save(folder, 4)
-    mirror, place = mirror_of(run)  # of a process that was resumed
+    mirror, target = mirror_of(run)  # of a process that was resumed
     save(folder, 2, "other weights")
     mirror.update()
-    assert steps_there(place) == [4, 2]
-    assert place.read("checkpoints/2/state/a") == b"other weights"
+    assert steps_in(target) == [4, 2]
+    assert target.read("checkpoints/2/state/a") == b"other weights"
 
 
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_still_sent(run, memory, monkeypatch):
     folder = folder_of(run)
-    mirror, place = mirror_of(run)
+    mirror, target = mirror_of(run)
     save(folder, 1)
     real = memory.put_file
 
@@ -161,16 +161,16 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_still_sent(run, memory, 
 
     monkeypatch.setattr(memory, "put_file", put_file)
     mirror.update()
-    assert steps_there(place) == [1]
+    assert steps_in(target) == [1]
 
 
 def test_the_newest_checkpoint_that_is_as_it_was_written_is_fetched(run, memory, tmp_path, caplog):
     folder = folder_of(run)
     save(folder, 1)
     save(folder, 2)
-    mirror, place = mirror_of(run)
+    mirror, target = mirror_of(run)
     mirror.update()
-    place.system.pipe_file(f"{place.root}/checkpoints/2/state/a", b"changed")
+    target.system.pipe_file(f"{target.root}/checkpoints/2/state/a", b"changed")
     fetched = run.model_copy(update={"dir": str(tmp_path / "other"), "resume_or_start": True})
     bring_back(fetched)
     assert saved_steps(folder_of(fetched) / "checkpoints") == [1]
@@ -180,13 +180,13 @@ def test_the_newest_checkpoint_that_is_as_it_was_written_is_fetched(run, memory,
 
 def test_a_second_run_of_the_name_takes_the_copy_over(run, memory, tmp_path):
     save(folder_of(run), 1)
-    first, place = mirror_of(run)
+    first, target = mirror_of(run)
     first.update()
-    place.take("another")
+    target.take("another")
     save(folder_of(run), 2)
     with pytest.raises(TakenOver, match="written by another process"):
         first.update()
-    assert steps_there(place) == [1]
+    assert steps_in(target) == [1]
 
 
 def test_a_new_run_is_refused_where_there_is_a_copy_unless_it_replaces_it(run, memory):
@@ -351,8 +351,8 @@ def test_a_killed_run_whose_folder_is_lost_goes_on_from_a_bucket(tmp_path):
 
 LIST = f"""
 import json
-from jaxrl_async.mirror.remote_copy import open_place
-print(json.dumps(open_place("{BUCKET}/all", "a").names()))
+from jaxrl_async.mirror.remote_copy import open_target
+print(json.dumps(open_target("{BUCKET}/all", "a").names()))
 """
 
 

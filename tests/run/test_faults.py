@@ -12,8 +12,8 @@ from jaxrl_async.data.addition import held_out
 from jaxrl_async.errors import RolloutError, StalledError, WeightsError
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.run import threads
-from jaxrl_async.testing import sabotage as faults
-from jaxrl_async.testing.sabotage import Hits, injected
+from jaxrl_async.testing import fault_injection as faults
+from jaxrl_async.testing.fault_injection import Hits, injected
 
 pytestmark = pytest.mark.full
 

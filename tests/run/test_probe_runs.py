@@ -23,9 +23,9 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.run import threads
 from jaxrl_async.run.loop import train
-from jaxrl_async.testing import sabotage as faults
+from jaxrl_async.testing import fault_injection as faults
+from jaxrl_async.testing.fault_injection import Hits, injected
 from jaxrl_async.testing.interpreted import interpreted_kernels
-from jaxrl_async.testing.sabotage import Hits, injected
 from jaxrl_async.trainer.learning_settings import LearningSettings
 
 pytestmark = pytest.mark.full

@@ -24,8 +24,8 @@ import sys
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.stuck_threads import at_exit_end_with
 from jaxrl_async.run import threads
-from jaxrl_async.testing import sabotage as faults
-from jaxrl_async.testing.sabotage import Hits, injected
+from jaxrl_async.testing import fault_injection as faults
+from jaxrl_async.testing.fault_injection import Hits, injected
 
 class During(Hits):
     def strikes(self):

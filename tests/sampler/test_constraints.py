@@ -25,7 +25,7 @@ from jaxrl_async.errors import RequestRefused, RolloutError
 from jaxrl_async.mesh import make_mesh
 from jaxrl_async.model.decoder import TokenRows, init_params
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.remote.run.sent_tokenizer import ArrivedTokenizer, sent_tokenizer
+from jaxrl_async.remote.run.sent_tokenizer import ReceivedTokenizer, sent_tokenizer
 from jaxrl_async.remote.sampler.remote_replica import RemoteReplica
 from jaxrl_async.remote.sampler.request_server import ReplicaServer
 from jaxrl_async.sampler.grammar import Grammars, unpacked_bits
@@ -445,7 +445,7 @@ def test_a_mesh_samples_the_same_answers() -> None:
 
 
 def test_a_tokenizer_arrives_at_another_machine_as_it_is() -> None:
-    arrived = ArrivedTokenizer(loads(dumps(sent_tokenizer(TOKENS))))
+    arrived = ReceivedTokenizer(loads(dumps(sent_tokenizer(TOKENS))))
     asked = [request(i, Constraint.schema(PERSON)) for i in range(3)]
     with sampler_of() as here, sampler_of(arrived) as there:
         for one, other in zip(here.generate(asked), there.generate(asked), strict=True):

@@ -67,7 +67,7 @@ def test_weights_come_one_step_at_a_time_and_once():
     weights.step()
     assert weights.poll().version == 1 and weights.poll() is None
     weights.live(1)
-    assert weights.lived == [1]
+    assert weights.live_versions == [1]
 
 
 def test_a_made_group_carries_the_versions_it_is_told():

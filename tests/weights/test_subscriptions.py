@@ -15,7 +15,7 @@ from jaxrl_async.model.spec import Weight
 from jaxrl_async.testing.clock import VirtualClock
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.delivery import FunctionLink
-from jaxrl_async.weights.exchange import Standing
+from jaxrl_async.weights.exchange import ExchangeEntry
 from jaxrl_async.weights.local import Push
 
 PARAMS = {"w": np.ones(4, np.float32)}
@@ -227,7 +227,10 @@ def test_who_replaces_a_sampler_gets_the_weights_that_it_had_taken_and_not_drawn
 
 def test_a_sampler_that_draws_from_older_weights_than_the_live_ones_does_not_enter():
     channel = WeightChannel([SAME], version=3)
-    late, fresh = Standing(live_version=0, counts=False), Standing(live_version=0, counts=False)
+    late, fresh = (
+        ExchangeEntry(live_version=0, counts=False),
+        ExchangeEntry(live_version=0, counts=False),
+    )
     with channel.exchange.changed:
         assert not channel.exchange.enter(late, 2) and not late.counts
         assert channel.exchange.enter(fresh, 3) and fresh.counts

@@ -21,7 +21,7 @@ from jaxrl_async.remote.weights.locations import merged_offers
 from jaxrl_async.remote.weights.protocols import BASE, Offering
 from jaxrl_async.weights.channel import WeightChannel
 
-LOOK_S = 0.02
+POLL_S = 0.02
 """Interval at which the first process polls for the others' offers, seconds."""
 SPARE = 1
 """Number of additional versions that the other processes keep, since a sampler may still fetch the
@@ -62,12 +62,12 @@ class HostOffers:
         this version or does not offer it in time."""
         own = self._own.offer(version, params)
         if self._index:
-            self._store.key_value_set(_key(version, self._index), json.dumps(dict(own)))
+            self._store.key_value_set(_offer_key(version, self._index), json.dumps(dict(own)))
             if version != BASE:
                 self._store.key_value_set(_newest(self._index), str(version), allow_overwrite=True)
             return own
         until = time.monotonic() + self._timeout_s
-        others = [self._of(version, index, until) for index in range(1, self._count)]
+        others = [self._wait_for_offer(version, index, until) for index in range(1, self._count)]
         return merged_offers([own, *others])
 
     def compares(self, params: Params) -> bool:
@@ -82,18 +82,18 @@ class HostOffers:
         if version not in self._withdrawn:
             self._withdrawn.append(version)
         while len(self._withdrawn) > SPARE:
-            gone = self._withdrawn.popleft()
-            self._own.withdraw(gone)
-            self._store.key_value_delete(_key(gone, self._index))
+            oldest = self._withdrawn.popleft()
+            self._own.withdraw(oldest)
+            self._store.key_value_delete(_offer_key(oldest, self._index))
 
     def close(self) -> None:
         """See Offering."""
         self._own.close()
 
-    def _of(self, version: int, index: int, until: float) -> dict[str, Any]:
+    def _wait_for_offer(self, version: int, index: int, until: float) -> dict[str, Any]:
         """Return another process's offer."""
         while True:
-            text = self._read(_key(version, index))
+            text = self._read(_offer_key(version, index))
             if text is not None:
                 offer: dict[str, Any] = json.loads(text)
                 return offer
@@ -108,7 +108,7 @@ class HostOffers:
                     f"process {index} of the trainer did not offer version {version} within "
                     f"{self._timeout_s:g} s. Check its log."
                 )
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def _read(self, key: str) -> str | None:
         try:
@@ -141,7 +141,7 @@ class PartPublisher:
         """Return immediately: the next program over all processes waits for the first."""
 
 
-def _key(version: int, index: int) -> str:
+def _offer_key(version: int, index: int) -> str:
     return f"jaxrl_async/offers/{version}/{index}"
 
 

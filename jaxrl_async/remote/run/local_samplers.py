@@ -26,9 +26,9 @@ from jaxrl_async.remote.wire.secret import SECRET_VARIABLE
 from jaxrl_async.run.pinning import ProcessPlacement
 from jaxrl_async.sampler.router.supervise import FORGIVEN_S, Act, Health, RestartLimits, decide
 
-LOOK_S = 0.2
+POLL_S = 0.2
 """Interval between two checks of the processes, seconds."""
-BY_ITSELF_S = 2.0
+EXIT_S = 2.0
 """Maximum wait for a process to exit on its own, seconds; then it gets SIGTERM. It may not have
 joined yet and thus not know that the run has ended."""
 CLOSE_S = 5.0
@@ -48,7 +48,7 @@ class Child:
     """One sampler process, and the state kept across its restarts."""
 
     name: str
-    place: ProcessPlacement
+    placement: ProcessPlacement
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     ended_at: float | None = None
@@ -62,11 +62,11 @@ class LocalSamplers:
     close."""
 
     address: str  # HOST:PORT of the trainer
-    places: Sequence[ProcessPlacement]  # of each sampler
+    placements: Sequence[ProcessPlacement]  # of each sampler
     faults: FaultsSection
     secret: str = field(repr=False)
     logs: Path  # folder of their output
-    environment: Mapping[str, str]  # common; each place adds its own
+    environment: Mapping[str, str]  # common; each placement adds its own
     count: Callable[[str], None]  # faults, by name (metrics.fault_counts)
     traced: bool = False  # each writes its spans next to its output
     children: list[Child] = field(default_factory=list)
@@ -77,14 +77,15 @@ class LocalSamplers:
         """Start all processes."""
         self.logs.mkdir(parents=True, exist_ok=True)
         self.children = [
-            Child(name=f"sampler-{i}", place=place) for i, place in enumerate(self.places)
+            Child(name=f"sampler-{i}", placement=placement)
+            for i, placement in enumerate(self.placements)
         ]
         for child in self.children:
             self._start(child)
 
     def run(self) -> None:
         """Supervise the processes until close. Raises RolloutError if none is left."""
-        while not self._closed.wait(LOOK_S):
+        while not self._closed.wait(POLL_S):
             self.look()
 
     def look(self) -> int:
@@ -92,8 +93,8 @@ class LocalSamplers:
         RolloutError if none is left."""
         for child in self.children:
             self._look(child)
-        if kept := sum(not child.lost for child in self.children):
-            return kept
+        if running := sum(not child.lost for child in self.children):
+            return running
         last = self.children[-1]
         raise RolloutError(
             f"no sampler process is left: the last one ended {last.restarts + 1} times in "
@@ -111,7 +112,7 @@ class LocalSamplers:
         Idempotent."""
         self.stop()
         began = time.monotonic()
-        for process in self._running(began + BY_ITSELF_S).values():
+        for process in self._running(began + EXIT_S).values():
             process.terminate()
         for name, process in self._running(began + CLOSE_S).items():
             log.warning("%s did not exit in time; killing it", name)
@@ -131,11 +132,11 @@ class LocalSamplers:
         return running
 
     def _start(self, child: Child) -> None:
-        cores = ",".join(map(str, child.place.cores))
+        cores = ",".join(map(str, child.placement.cores))
         command = [sys.executable, "-m", "jaxrl_async.sample", "--join", self.address, "--once"]
         command += ["--wait", f"{JOIN_S:g}"]
         command += ["--name", child.name, *(["--cores", cores] if cores else [])]
-        environment = {**os.environ, **self.environment, **child.place.environment}
+        environment = {**os.environ, **self.environment, **child.placement.environment}
         environment.pop(HEALTH_VARIABLE, None)  # the trainer answers at that address
         if self.traced:
             environment[TRACE_VARIABLE] = str((self.logs / f"{child.name}.trace.json").absolute())

@@ -31,7 +31,7 @@ from jaxrl_async.remote.weights.remote_link import RemoteEnd
 from jaxrl_async.remote.wire.address import (
     Address,
     advertised_address,
-    known_to_this_user,
+    share_secret_by_port,
     write_join_file,
 )
 from jaxrl_async.remote.wire.listener import Hub
@@ -46,16 +46,16 @@ from jaxrl_async.weights.channel import WeightChannel
 
 log = logging.getLogger(__name__)
 
-GOODBYE_S = 5.0
+LEAVE_S = 5.0
 """Maximum wait for all samplers to leave when the run ends, seconds."""
 PATIENCE = 0.5
 """Fraction of remote.silence_s after which a silent sampler loses its name to another one that
 requests it. A live sampler sends at least two messages in that time."""
-LEAST_GOODBYE_S = 1.0
-"""Minimum part of GOODBYE_S reserved for closing the connections, seconds."""
+LEAST_CLOSE_S = 1.0
+"""Minimum part of LEAVE_S reserved for closing the connections, seconds."""
 RUN_ENDED = "the run has ended"
 """Reason that samplers get when the run ends."""
-LOOK_S = 0.1
+POLL_S = 0.1
 """Interval at which a run that waits for its first samplers checks for a stop, seconds."""
 
 
@@ -110,7 +110,7 @@ class Members:
         secret: bytes,
         tls: TlsFiles | None,
         count: Callable[[str, int], None],
-        made: bytes = b"",
+        own_secret: bytes = b"",
     ) -> None:
         """Listen for samplers.
 
@@ -123,8 +123,8 @@ class Members:
             secret: they must prove it; empty: none.
             tls: files for encrypted connections; None: they are not encrypted.
             count: called with the name of each fault and its number of occurrences.
-            made: the secret, if the run generated it for manually started samplers. They find it in
-                the run's folder or, for this user, by the port until `close`.
+            own_secret: the secret, if the run generated it for manually started samplers.
+                They find it in the run's folder or, for this user, by the port until `close`.
 
         Raises ConfigError if remote.listen cannot be listened on, or needs a secret.
         """
@@ -133,25 +133,27 @@ class Members:
         self._check, self._count = check, count
         self._changed = threading.Condition()
         self._joined: dict[str, tuple[WireSession, Hello]] = {}  # by name
-        self._drawing: set[str] = set()  # names of those that have entered
+        self._generating: set[str] = set()  # names of those that have entered
         self._closing = False
         self._profiled: dict[str, set[int]] = {}  # steps for which each still has to send a trace
         self._folder: Path | None = None  # the run's
-        self._made, self._known = made, ExitStack()
+        self._own_secret, self._secret_files = own_secret, ExitStack()
         remote = invitation.config.remote_settings
-        self._patience_s = remote.silence_s * PATIENCE
+        self._name_kept_s = remote.silence_s * PATIENCE
         self._hub = Hub(
             remote.listen,
             secret=secret,
             tls=tls,
             limits=WireLimits.of(remote),
             on_join=self._join,
-            on_bound=lambda here: self._known.enter_context(known_to_this_user(here, made)),
+            on_bound=lambda bound: self._secret_files.enter_context(
+                share_secret_by_port(bound, own_secret)
+            ),
         )
         self.address = advertised_address(self._hub.address, remote.advertise)
 
     @property
-    def here(self) -> Address:
+    def local_address(self) -> Address:
         """The address for processes of this machine."""
         return self._hub.address
 
@@ -159,7 +161,7 @@ class Members:
         """Write the address, and the secret if the run generated it, into the run's folder; log the
         address."""
         self._folder = folder
-        write_join_file(folder, self.address, self._invitation.config.run.name, self._made)
+        write_join_file(folder, self.address, self._invitation.config.run.name, self._own_secret)
         log.info("samplers join at %s", self.address)
 
     def wait_for_least(self, stop: Stop, started: Callable[[], int] = lambda: 0) -> None:
@@ -173,16 +175,16 @@ class Members:
         Raises RolloutError if fewer than remote.min_samplers have joined after remote.wait_s.
         """
         remote = self._invitation.config.remote_settings
-        end, told = time.monotonic() + remote.wait_s, False
+        end, warned = time.monotonic() + remote.wait_s, False
         while not stop.is_set():
             least = max(remote.min_samplers, started())
             with self._changed:
-                entered = len(self._drawing)
+                entered = len(self._generating)
                 if entered >= least:
                     return
-                self._changed.wait(LOOK_S)
-            if not told:
-                told = True
+                self._changed.wait(POLL_S)
+            if not warned:
+                warned = True
                 log.warning("waiting for %d samplers at %s", least - entered, self.address)
             if time.monotonic() > end:
                 raise RolloutError(
@@ -196,16 +198,16 @@ class Members:
         """Ask the first MOST_SAMPLERS samplers to start the trace of a step, or to end and send it.
         A sampler whose connection is full is skipped: the trainer does not wait for it."""
         with self._changed:
-            drawing = sorted(self._drawing)
+            generating = sorted(self._generating)
             if on:
-                names = drawing[:MOST_SAMPLERS]
+                names = generating[:MOST_SAMPLERS]
                 for name in names:
                     self._profiled.setdefault(name, set()).add(step)
             else:
-                names = [n for n in drawing if step in self._profiled.get(n, ())]
+                names = [n for n in generating if step in self._profiled.get(n, ())]
             sessions = [self._joined[name][0] for name in names]
-        if on and len(drawing) > len(names):
-            log.info("profile: step %d of %d samplers of %d", step, len(names), len(drawing))
+        if on and len(generating) > len(names):
+            log.info("profile: step %d of %d samplers of %d", step, len(names), len(generating))
         for name, session in zip(names, sessions, strict=True):
             try:
                 if session.send_now(Profile(step=step, on=on)):
@@ -227,15 +229,15 @@ class Members:
         with self._changed:
             self._closing = True
             sessions = [session for session, _ in self._joined.values()]
-        end_s = time.monotonic() + GOODBYE_S
+        end_s = time.monotonic() + LEAVE_S
         for session in sessions:  # one that does not respond must not delay the others
             threading.Thread(
-                target=_send_away, args=(session,), name="goodbye", daemon=True
+                target=_ask_to_leave, args=(session,), name="ask to leave", daemon=True
             ).start()
         with self._changed:
-            self._changed.wait_for(lambda: not self._joined, GOODBYE_S)
-        self._known.close()
-        self._hub.close(RUN_ENDED, max(LEAST_GOODBYE_S, end_s - time.monotonic()))
+            self._changed.wait_for(lambda: not self._joined, LEAVE_S)
+        self._secret_files.close()
+        self._hub.close(RUN_ENDED, max(LEAST_CLOSE_S, end_s - time.monotonic()))
 
     def _join(self, session: WireSession, hello: Hello) -> Welcome:
         """Admit a sampler that has proved the secret. Raises JoinRefused."""
@@ -243,7 +245,7 @@ class Members:
         earlier = self._take_name(session, hello)
         if earlier is not None:
             earlier.lost(f"another {hello.name} has joined in its place")
-        session.on_end(lambda reason: self._gone(hello.name, session, reason))
+        session.on_end(lambda reason: self._on_end(hello.name, session, reason))
         replica = RemoteReplica(
             session,
             self._check,
@@ -263,23 +265,23 @@ class Members:
         refused, so two live samplers cannot evict each other. The same sampler, after its
         connection broke, does not wait. Raises JoinRefused.
         """
-        silent: WireSession | None = None
+        unresponsive: WireSession | None = None
         while True:
             with self._changed:
                 if self._closing:
                     raise JoinRefused("the run is about to end")
                 earlier, other = self._joined.get(hello.name, (None, hello))
-                again = bool(hello.instance) and other.instance == hello.instance
-                if earlier is None or earlier is silent or again:
+                rejoins = bool(hello.instance) and other.instance == hello.instance
+                if earlier is None or earlier is unresponsive or rejoins:
                     self._joined[hello.name] = session, hello
-                    self._drawing.discard(hello.name)  # until it has weights again
+                    self._generating.discard(hello.name)  # until it has weights again
                     return earlier
-            if earlier.says_something(self._patience_s):
+            if earlier.wait_for_frame(self._name_kept_s):
                 raise JoinRefused(
                     f"a sampler named {hello.name!r} has already joined: give each a different "
                     "--name."
                 )
-            silent = earlier
+            unresponsive = earlier
 
     def _admit(
         self, session: WireSession, hello: Hello, prepared: Prepared, replica: RemoteReplica
@@ -290,18 +292,18 @@ class Members:
             prepared.data_address,
             self._channel.exchange,
             self._outbox,
-            on_entered=lambda: self._route_to(session, hello, replica),
+            on_entered=lambda: self._add_replica(session, hello, replica),
         )
-        replica.draws_from(lambda: end.live_version)
+        replica.track_version(lambda: end.live_version)
 
     def _take_trace(self, name: str, profiled: Profiled) -> None:
         """Write a trace that was requested from a sampler. Raises RolloutError for any other
         trace."""
         with self._changed:
-            asked = self._profiled.get(name, set())
-            if profiled.step not in asked:
+            steps = self._profiled.get(name, set())
+            if profiled.step not in steps:
                 raise RolloutError(f"it sent an unrequested trace of step {profiled.step}")
-            asked.discard(profiled.step)
+            steps.discard(profiled.step)
         if profiled.error:
             log.warning(
                 "profile: step %d of %s has no trace: %s", profiled.step, name, profiled.error
@@ -314,28 +316,28 @@ class Members:
         if self._folder is not None:
             keep_trace(self._folder, profiled.step, sampler_process(name), whole)
 
-    def _route_to(self, session: WireSession, hello: Hello, replica: RemoteReplica) -> None:
+    def _add_replica(self, session: WireSession, hello: Hello, replica: RemoteReplica) -> None:
         number = self._router.join(replica)
         log.info("%s is generating as replica %d", hello.name, number)
         with self._changed:
-            if self._is_held(hello.name, session):
-                self._drawing.add(hello.name)
+            if self._holds_name(hello.name, session):
+                self._generating.add(hello.name)
             self._changed.notify_all()
 
-    def _is_held(self, name: str, session: WireSession) -> bool:
+    def _holds_name(self, name: str, session: WireSession) -> bool:
         """Return True if this session still holds the sampler's name."""
         return name in self._joined and self._joined[name][0] is session
 
-    def _gone(self, name: str, session: WireSession, reason: str) -> None:
+    def _on_end(self, name: str, session: WireSession, reason: str) -> None:
         with self._changed:
-            if self._is_held(name, session):
+            if self._holds_name(name, session):
                 del self._joined[name]
-                self._drawing.discard(name)
+                self._generating.discard(name)
             self._changed.notify_all()
         log.log(logging.INFO if self._closing else logging.WARNING, "%s is gone: %s", name, reason)
 
 
-def _send_away(session: WireSession) -> None:
+def _ask_to_leave(session: WireSession) -> None:
     """Ask a sampler to leave, unless its session has ended. Blocks while it receives nothing."""
     if session.ended is None:
         try:

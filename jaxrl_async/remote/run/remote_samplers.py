@@ -23,7 +23,7 @@ from jaxrl_async.remote.run.host_offers import HostOffers, PartPublisher
 from jaxrl_async.remote.run.local_samplers import LocalSamplers
 from jaxrl_async.remote.run.members import Invitation, Members
 from jaxrl_async.remote.run.sent_tokenizer import sent_tokenizer
-from jaxrl_async.remote.sampler.rendezvous import tell_everybody
+from jaxrl_async.remote.sampler.rendezvous import broadcast_text
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.weights.protocols import Offering
 from jaxrl_async.remote.weights.transport_choice import make_offering
@@ -85,8 +85,8 @@ def make_remote_sampling(
     faults, spec = inputs.faults, inputs.spec
     settings = sampler_settings(config, spec, run_probe_ids(inputs))
     sent = sent_weights(config.weights, config.model, spec)
-    given = read_secret()
-    secret = _agreed_secret(given, lockstep)
+    given_secret = read_secret()
+    secret = _agreed_secret(given_secret, lockstep)
     outbox = make_outbox(config, inputs, sent, lockstep, secret)
     channel = WeightChannel(
         remote=outbox, on_live=gate.set_live, version=weights.version, count=faults.add
@@ -112,7 +112,7 @@ def make_remote_sampling(
         secret=secret,
         tls=read_tls(config.remote_settings),
         count=faults.add,
-        made=b"" if given or config.mesh.samplers_in == "processes" else secret,
+        own_secret=b"" if given_secret or config.mesh.samplers_in == "processes" else secret,
     )
     closing.callback(members.close)
     members.announce(folder)
@@ -185,7 +185,7 @@ def make_outbox(
         run=config.run.name,
         secret=secret,
         local_samplers=config.mesh.samplers_in == "processes" or lockstep.count == 1,
-        apart=config.mesh.samplers_in == "external",
+        separate_machines=config.mesh.samplers_in == "external",
         all_agree=lambda has: all(lockstep.gather_json(has)),
     )
     if lockstep.count > 1:
@@ -222,12 +222,12 @@ def local_samplers(
         count: called with the name of each fault.
     """
     cores = sorted(os.sched_getaffinity(0))
-    lent = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = None if lent is None else lent.split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = None if visible is None else visible.split(",")
     platform = jax.default_backend()
     return LocalSamplers(
-        address=str(members.here),
-        places=[
+        address=str(members.local_address),
+        placements=[
             devices_of_sampler(config.mesh, platform, index, cores=cores, gpus=gpus)
             for index in range(config.mesh.samplers)
         ],
@@ -243,20 +243,20 @@ def local_samplers(
     )
 
 
-def _agreed_secret(given: bytes, lockstep: Lockstep) -> bytes:
+def _agreed_secret(own: bytes, lockstep: Lockstep) -> bytes:
     """Return the environment's secret or, if no process of the trainer has one, one generated for
     this start of the run. It is the same in all processes. Raises ConfigError in all if the secrets
     differ."""
-    sums = lockstep.gather_json(hashlib.sha256(given).hexdigest() if given else "")
-    if len(set(sums)) > 1:
-        have = [index for index, found in enumerate(sums) if found]
+    hashes = lockstep.gather_json(hashlib.sha256(own).hexdigest() if own else "")
+    if len(set(hashes)) > 1:
+        have = [index for index, digest in enumerate(hashes) if digest]
         raise ConfigError(
-            f"the {len(sums)} processes of the trainer have different secrets: {SECRET_VARIABLE} "
+            f"the {len(hashes)} processes of the trainer have different secrets: {SECRET_VARIABLE} "
             f"is set in processes {have}; set it to the same value in all, or in none"
         )
-    if given:
-        return given
+    if own:
+        return own
     if lockstep.count == 1:
         return new_secret()
-    mine = "" if lockstep.index else new_secret().decode()
-    return tell_everybody(mine, leads=not lockstep.index).encode()
+    generated = "" if lockstep.index else new_secret().decode()
+    return broadcast_text(generated, leads=not lockstep.index).encode()

@@ -29,8 +29,8 @@ from jaxrl_async.model.moe import check_experts
 from jaxrl_async.model.own_code import OwnCode, is_loaded
 from jaxrl_async.model.own_spec import check_own
 from jaxrl_async.model.spec import ModelSpec, Params
-from jaxrl_async.remote.run.sent_tokenizer import ArrivedTokenizer
-from jaxrl_async.remote.weights.base_delivery import BaseBringer
+from jaxrl_async.remote.run.sent_tokenizer import ReceivedTokenizer
+from jaxrl_async.remote.weights.base_delivery import BaseLoader
 from jaxrl_async.remote.weights.protocols import Fetching
 from jaxrl_async.remote.weights.receiver import WeightReceiver
 from jaxrl_async.remote.weights.transport_choice import make_fetching
@@ -71,7 +71,7 @@ class SamplerParts:
             sampler_settings(self.config, self.spec, self.welcome.probe_ids),
             one_thread=uses_one_thread(self.mesh, colocated=False),
             followers=followers,
-            tokenizer=None if sent is None else ArrivedTokenizer(sent),
+            tokenizer=None if sent is None else ReceivedTokenizer(sent),
         )
         check_sampler_fits(self.config, self.spec, self.mesh)
         return build_setup(self.spec, self.config.sampler, self.mesh, self.welcome.seed, settings)
@@ -88,9 +88,9 @@ class SamplerParts:
             host: this machine's address for other samplers.
             secret: to be proved by connections.
         """
-        given = own.model_dump(include=TLS_FILES | ({"data_port"} & own.model_fields_set))
+        own_settings = own.model_dump(include=TLS_FILES | ({"data_port"} & own.model_fields_set))
         fetching = make_fetching(
-            self.config.remote_settings.model_copy(update=given),
+            self.config.remote_settings.model_copy(update=own_settings),
             self.target,
             host=host,
             advertise=host,
@@ -100,7 +100,7 @@ class SamplerParts:
         receiver = WeightReceiver(session, fetching, base=base)
         return receiver, fetching.address
 
-    def _frozen_base(self, target: Params, fetching: Fetching) -> BaseBringer:
+    def _frozen_base(self, target: Params, fetching: Fetching) -> BaseLoader:
         """Return the loader of the base. It reads model.path if this machine has it and the base is
         sent in its stored form."""
         path = self.config.model.path
@@ -117,7 +117,7 @@ class SamplerParts:
             where = jax.tree.map(lambda x: x.sharding, target)
             return load_params(path, self.spec, where, jax.tree.leaves(target)[0].dtype)
 
-        return BaseBringer(fetching.for_base(target), read if readable else None)
+        return BaseLoader(fetching.for_base(target), read if readable else None)
 
 
 def parts_of(welcome: Welcome) -> SamplerParts:
@@ -143,7 +143,7 @@ def config_of(welcome: Welcome) -> Config:
     try:
         return Config.model_validate(welcome.config)
     except ValidationError as error:
-        raise _other_version(error) from None
+        raise _version_error(error) from None
 
 
 def check_code(welcome: Welcome, secret: bytes) -> None:
@@ -207,7 +207,7 @@ def sent_own(fields: Mapping[str, object]) -> OwnCode | None:
     """Return the user's layer class named in a Welcome, or None. Raises ConfigError."""
     own = _spec_of(fields).own
     if own is not None and not all(isinstance(t, str) for t in dataclasses.astuple(own)):
-        raise _other_version(TypeError("the class of its layers"))
+        raise _version_error(TypeError("the class of its layers"))
     return own
 
 
@@ -215,10 +215,10 @@ def _spec_of(fields: Mapping[str, object]) -> ModelSpec:
     try:
         return ModelSpec.from_fields(fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise _other_version(error) from None
+        raise _version_error(error) from None
 
 
-def _other_version(error: Exception) -> ConfigError:
+def _version_error(error: Exception) -> ConfigError:
     return ConfigError(
         f"what the trainer sent cannot be read ({error}). Run the same version of jaxrl_async on "
         "both sides."

@@ -31,7 +31,7 @@ from jaxrl_async.remote.run.sampler_parts import (
     parts_of,
 )
 from jaxrl_async.remote.run.sampler_world import follow_sampler, lead_sampler
-from jaxrl_async.remote.sampler.rendezvous import LeaderPlace
+from jaxrl_async.remote.sampler.rendezvous import LeaderAddress
 from jaxrl_async.remote.sampler.request_server import ReplicaServer
 from jaxrl_async.remote.weights.shared_memory import machine_boot_id
 from jaxrl_async.remote.wire.address import locate_trainer
@@ -47,7 +47,7 @@ from jaxrl_async.sampler.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """Interval at which a sampler checks for a stop, seconds."""
 BEAT_S = 0.5
 """Maximum time between two reports of the statistics, seconds."""
@@ -66,7 +66,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joining:
+class JoinOptions:
     """Arguments of a sampler process."""
 
     address: str  # of the trainer: HOST:PORT, file:PATH or a run's folder
@@ -79,7 +79,7 @@ class Joining:
     processes: int = 1  # processes of the sampler: one per host of its slice
 
 
-def run_sampler(joining: Joining) -> int:
+def run_sampler(options: JoinOptions) -> int:
     """Join the run, and rejoin whenever its trainer comes back; return the exit code.
 
     Raises JoinRefused if the trainer refuses, Disconnected if no trainer answers within wait_s, and
@@ -88,39 +88,39 @@ def run_sampler(joining: Joining) -> int:
     programs = private_folder(PROGRAMS)
     keep_used(programs)
     keep_compiled_programs(programs)
-    secret, tls = read_secret(), read_tls(joining.remote)  # empty secret: use the trainer's file
+    secret, tls = read_secret(), read_tls(options.remote)  # empty secret: use the trainer's file
     instance = secrets.token_hex(8)
     with Stop() as stop:
         join = partial(
             dial,
-            joining.address,
+            options.address,
             secret=secret,
             tls=tls,
             limits=WireLimits(),
-            timeout_s=joining.wait_s,
+            timeout_s=options.wait_s,
             stopped=stop.is_set,
         )
         stop.answer = "handing back running requests and leaving"
-        if joining.processes > 1:
-            claim_sampler_devices(joining.axes, joining.processes)
-        if joining.process:
-            follow_sampler(joining.remote, stop=stop, wait_s=joining.wait_s)
+        if options.processes > 1:
+            claim_sampler_devices(options.axes, options.processes)
+        if options.process:
+            follow_sampler(options.remote, stop=stop, wait_s=options.wait_s)
             return PREEMPTED_CODE if stop.preempted else 0
         while True:
-            outcome = _join_once(joining, join, stop, instance)
+            outcome = _join_once(options, join, stop, instance)
             if outcome is Outcome.STOPPED or (outcome is Outcome.LOST and stop.is_set()):
                 return PREEMPTED_CODE if stop.preempted else 0
             if outcome is Outcome.FINISHED:
                 return 0
-            if joining.once or joining.processes > 1:
-                why = "--once" if joining.once else "all its processes must be restarted"
+            if options.once or options.processes > 1:
+                why = "--once" if options.once else "all its processes must be restarted"
                 log.error("the trainer is gone: this sampler also ends (%s)", why)
                 return 1
-            log.warning("the trainer is gone; waiting %.0f s for it to come back", joining.wait_s)
+            log.warning("the trainer is gone; waiting %.0f s for it to come back", options.wait_s)
 
 
 def _join_once(
-    joining: Joining,
+    options: JoinOptions,
     join: Callable[[Hello], tuple[WireSession, Welcome]],
     stop: Stop,
     instance: str,
@@ -128,15 +128,15 @@ def _join_once(
     """Join, serve until the session ends, and return the outcome."""
     with ExitStack() as closing:
         hello = Hello(
-            name=joining.name or f"{socket.gethostname()}-{os.getpid()}",
+            name=options.name or f"{socket.gethostname()}-{os.getpid()}",
             host=machine_boot_id(),
             process=os.getpid(),
-            mesh=joining.axes,
+            mesh=options.axes,
             instance=instance,
         )
         with ExitStack() as without_trainer:
-            if joining.processes > 1:
-                without_trainer.callback(LeaderPlace.told, None, leads=True)
+            if options.processes > 1:
+                without_trainer.callback(LeaderAddress.broadcast, None, leads=True)
             try:
                 session, welcome = join(hello)
             except Disconnected:
@@ -146,14 +146,14 @@ def _join_once(
             without_trainer.pop_all()
         closing.callback(session.end, "the sampler has ended")
         try:
-            return _serve(joining, session, welcome, stop, closing)
+            return _serve(options, session, welcome, stop, closing)
         except Disconnected as error:
             log.warning("%s", error)
             return Outcome.STOPPED if stop.is_set() else Outcome.LOST
 
 
 def _serve(
-    joining: Joining,
+    options: JoinOptions,
     session: WireSession,
     welcome: Welcome,
     stop: Stop,
@@ -163,23 +163,23 @@ def _serve(
     config = config_of(welcome)
     check_code(welcome, session.secret)
     add_labels(run=config.run.name)
-    remote, host = config.remote_settings, own_host(joining.address)
+    remote, host = config.remote_settings, own_host(options.address)
     session.use_limits(WireLimits.of(remote))
     # Before it generates there is nothing to hand back: ending the session ends any wait for
     # weights.
     with stop.acting_on(lambda: session.end(f"{stop.reason}, before it generated anything")):
-        if joining.processes > 1:
+        if options.processes > 1:
             sampler = lead_sampler(
                 session,
                 welcome,
-                joining.remote,
+                options.remote,
                 host=host,
                 secret=session.secret,
                 stop=stop,
                 closing=closing,
             )
         else:
-            sampler = _own_sampler(joining, session, welcome, host, closing)
+            sampler = _own_sampler(options, session, welcome, host, closing)
     server = ReplicaServer(session, sampler, beat_s=min(BEAT_S, remote.silence_s / BEATS))
     server.start()
     log.info("generating for %s with weights of version %d", welcome.run, sampler.version)
@@ -187,7 +187,7 @@ def _serve(
         lambda: _progress(sampler), config.faults.sampler_hang_s, time.monotonic, "the sampler"
     )
     with only_new_garbage(), checked_health(check):
-        while not server.over.wait(LOOK_S):
+        while not server.over.wait(POLL_S):
             if stop.is_set():
                 server.leave(f"{stop.reason}: the machine is needed for something else")
                 return Outcome.STOPPED
@@ -202,7 +202,7 @@ def _progress(sampler: Sampler) -> tuple[int, bool]:
 
 
 def _own_sampler(
-    joining: Joining,
+    options: JoinOptions,
     session: WireSession,
     welcome: Welcome,
     host: str,
@@ -211,7 +211,7 @@ def _own_sampler(
     """Return the sampler of this single process once it has weights; it reports them as live."""
     parts = parts_of(welcome)
     setup = parts.setup()
-    receiver, address = parts.receiver(session, joining.remote, host=host, secret=session.secret)
+    receiver, address = parts.receiver(session, options.remote, host=host, secret=session.secret)
     closing.callback(receiver.close)
     session.send(Prepared(data_address=address))
     first = receiver.first(parts.config.remote_settings.wait_s)

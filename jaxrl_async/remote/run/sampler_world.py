@@ -17,8 +17,8 @@ from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.remote.run.sampler_parts import parts_of
 from jaxrl_async.remote.sampler.follower import follow
 from jaxrl_async.remote.sampler.joint_weights import JointWeights, OfferRelay
-from jaxrl_async.remote.sampler.leader import FollowerCrew, leading_sampler
-from jaxrl_async.remote.sampler.rendezvous import FollowerHub, LeaderPlace, dial_leader
+from jaxrl_async.remote.sampler.leader import FollowerGroup, leading_sampler
+from jaxrl_async.remote.sampler.rendezvous import FollowerHub, LeaderAddress, dial_leader
 from jaxrl_async.remote.wire.messages import Prepared, Welcome
 from jaxrl_async.remote.wire.session import WireLimits, WireSession
 from jaxrl_async.run.signals import Stop
@@ -53,18 +53,20 @@ def lead_sampler(
     limits = WireLimits()
     hub = FollowerHub(jax.process_count(), welcome, limits=limits)
     closing.callback(hub.close)
-    LeaderPlace.told(hub, host, leads=True, shared=secret)
+    LeaderAddress.broadcast(hub, host, leads=True, shared=secret)
     parts = parts_of(welcome)
     wait_s = parts.config.remote_settings.wait_s
-    crew = FollowerCrew(hub.wait_for_all(wait_s), asked_to_leave=stop.request)
-    setup = parts.setup(crew)
-    crew.wait_ready(setup, wait_s)
-    relay = OfferRelay(session, crew.sessions)
+    followers = FollowerGroup(hub.wait_for_all(wait_s), on_leave=stop.request)
+    setup = parts.setup(followers)
+    followers.wait_ready(setup, wait_s)
+    relay = OfferRelay(session, followers.sessions)
     receiver, _ = parts.receiver(relay, own, host=host, secret=secret)
     closing.callback(receiver.close)
     weights = JointWeights(relay, receiver)
     session.send(Prepared())  # each process has only its part: none relays weights
-    sampler = closing.enter_context(leading_sampler(setup, crew, weights.first(wait_s), weights))
+    sampler = closing.enter_context(
+        leading_sampler(setup, followers, weights.first(wait_s), weights)
+    )
     receiver.begun()
     return sampler
 
@@ -79,23 +81,23 @@ def follow_sampler(own: RemoteSection, *, stop: Stop, wait_s: float) -> None:
 
     Raises the errors of remote.sampler.follower.follow, and of building a sampler.
     """
-    place = LeaderPlace.told(None, leads=False)
-    if place is None:
+    leader = LeaderAddress.broadcast(None, leads=False)
+    if leader is None:
         log.info("the first process does not start: this one also ends")
         return
     index = jax.process_index()
-    session, welcome = dial_leader(place, index, limits=WireLimits(), timeout_s=wait_s)
+    session, welcome = dial_leader(leader, index, limits=WireLimits(), timeout_s=wait_s)
     parts = parts_of(welcome)
-    receiver, _ = parts.receiver(session, own, host="127.0.0.1", secret=place.shared)
-    told_to_go = threading.Event()
+    receiver, _ = parts.receiver(session, own, host="127.0.0.1", secret=leader.shared)
+    must_leave = threading.Event()
     try:
-        with stop.acting_on(told_to_go.set):
+        with stop.acting_on(must_leave.set):
             follow(
                 session,
                 parts.setup(),
                 receiver,
                 process=index,
-                told_to_go=told_to_go,
+                must_leave=must_leave,
                 begun=receiver.begun,
             )
     finally:

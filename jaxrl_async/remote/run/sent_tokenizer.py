@@ -22,7 +22,7 @@ def sent_tokenizer(tokenizer: Tokenizer) -> Bytes:
     return np.frombuffer(zlib.compress(text.encode(), 1), np.uint8)
 
 
-class ArrivedTokenizer:
+class ReceivedTokenizer:
     """A tokenizer of sent_tokenizer, as data.tokenizer.Tokenizer; made at its first use. Raises
     DataError then."""
 
@@ -30,15 +30,15 @@ class ArrivedTokenizer:
         self._sent = sent
 
     @cached_property
-    def _made(self) -> Tokenizer:
+    def _tokenizer(self) -> Tokenizer:
         from tokenizers import Tokenizer as Backend  # imports in seconds
         from transformers import PreTrainedTokenizerFast
 
         try:
             text = zlib.decompressobj().decompress(self._sent.tobytes(), LARGEST)
-            said = json.loads(text)
-            hf = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(said["backend"]))
-            return Tokenizer(hf, eos_ids=tuple(int(i) for i in said["eos_ids"]))
+            content = json.loads(text)
+            hf = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(content["backend"]))
+            return Tokenizer(hf, eos_ids=tuple(int(i) for i in content["eos_ids"]))
         except Exception as error:
             raise DataError(f"the trainer's tokenizer cannot be read: {error}") from None
 
@@ -46,4 +46,4 @@ class ArrivedTokenizer:
         """Return the tokenizer's attribute."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._made, name)
+        return getattr(self._tokenizer, name)

@@ -36,7 +36,7 @@ float32 noise yields none below about -17 - log(vocabulary), for any model."""
 
 def checked_completion(
     completion: Completion,
-    given: Request | Partial,
+    sent: Request | Partial,
     room: Room,
     *,
     newest: int,
@@ -47,13 +47,13 @@ def checked_completion(
 
     Args:
         completion: As received.
-        given: The request, or one partially completed by another sampler.
+        sent: The request, or one partially completed by another sampler.
         room: The samplers' limits.
         newest: The newest version that a sampler may have.
         oldest: The version of this sampler when it got the request.
         stopped: True if the request was stopped early (ports.Replica.save).
     """
-    request, begun = _parts(given)
+    request, begun = _request_and_partial(sent)
     name = f"the answer to request {request.request_id!r}"
     _check_columns(name, completion, room, newest)
     _check_new(name, completion, request, begun, oldest)
@@ -69,23 +69,23 @@ def checked_completion(
     check_logprobs(name, completion, request)
     check_has_logprobs(name, completion, request)
     _check_scores(name, completion, request, newest, stopped=stopped)
-    _check_drawable(name, completion, room)
+    _check_kept(name, completion, room)
     check_expert_ids(name, completion, len(request.token_ids) + count - 1, room)
     return replace(completion, request_id=request.request_id)
 
 
-def checked_drawn(
-    partial: Partial, given: Request | Partial, room: Room, *, newest: int, oldest: int = 0
+def checked_remote_partial(
+    partial: Partial, sent: Request | Partial, room: Room, *, newest: int, oldest: int = 0
 ) -> Partial:
     """Return a partial that a sampler reports or hands back, under the request's own id and without
     KV. Raises RolloutError with what is invalid. Takes the arguments of checked_completion."""
-    request, begun = _parts(given)
+    request, begun = _request_and_partial(sent)
     name = f"the partial of request {request.request_id!r}"
     partial = replace(partial, request=request, kv=None, kv_version=None)
     _check_columns(name, partial, room, newest)
     _check_new(name, partial, request, begun, oldest)
     checked = checked_partial(partial, room)
-    _check_drawable(name, checked, room)
+    _check_kept(name, checked, room)
     return checked
 
 
@@ -107,16 +107,16 @@ def checked_text(text: object) -> str:
     return printable(str(text), LONGEST_TEXT)
 
 
-def _check_columns(name: str, drawn: Any, room: Room, newest: int) -> None:
+def _check_columns(name: str, sampled: Any, room: Room, newest: int) -> None:
     """Raise RolloutError unless tokens, log-probs and versions have equal lengths and are in
     range."""
-    if not _is_column(drawn.token_ids, np.int32):
+    if not _is_column(sampled.token_ids, np.int32):
         raise RolloutError(f"{name}: token_ids is not a row of int32.")
-    ids = checked_ids(drawn.token_ids, room.vocab)
+    ids = checked_ids(sampled.token_ids, room.vocab)
     if isinstance(ids, str):
         raise RolloutError(f"{name}: token_ids {ids}.")
-    versions = drawn.versions
-    if not _is_column(drawn.logprobs, np.float32, len(ids)):
+    versions = sampled.versions
+    if not _is_column(sampled.logprobs, np.float32, len(ids)):
         raise RolloutError(f"{name}: logprobs is not one float32 for each of {len(ids)} tokens.")
     if not _is_column(versions, np.int32, len(ids)):
         raise RolloutError(f"{name}: versions is not one int32 for each of {len(ids)} tokens.")
@@ -127,37 +127,39 @@ def _check_columns(name: str, drawn: Any, room: Room, newest: int) -> None:
         )
 
 
-def _parts(given: Request | Partial) -> tuple[Request, Partial | None]:
-    return (given.request, given) if isinstance(given, Partial) else (given, None)
+def _request_and_partial(sent: Request | Partial) -> tuple[Request, Partial | None]:
+    return (sent.request, sent) if isinstance(sent, Partial) else (sent, None)
 
 
-def _check_new(name: str, drawn: Any, request: Request, begun: Partial | None, oldest: int) -> None:
+def _check_new(
+    name: str, sampled: Any, request: Request, begun: Partial | None, oldest: int
+) -> None:
     """Raise RolloutError unless the tokens continue the given ones, with possible log-probs, and
     with the sampler's version at that time or a newer one."""
     count = 0
     if begun is not None:
         count = len(begun.token_ids)
         for field in ("token_ids", "versions"):
-            if not np.array_equal(getattr(drawn, field)[:count], getattr(begun, field)):
+            if not np.array_equal(getattr(sampled, field)[:count], getattr(begun, field)):
                 raise RolloutError(f"{name}: {field} do not begin with the given ones.")
-    new = drawn.versions[count:]
+    new = sampled.versions[count:]
     if len(new) and not request.adapter and new[0] < oldest:
         raise RolloutError(
             f"{name}: a token has version {new[0]}, but the sampler used version {oldest} when it "
             "got the request."
         )
-    hottest = max(1.0, request.sampling.temperature)
+    temperature = max(1.0, request.sampling.temperature)
     for field, lowest in (
         ("logprobs", LOWEST_LOGPROB),
-        ("full_logprobs", LOWEST_LOGPROB * hottest),
+        ("full_logprobs", LOWEST_LOGPROB * temperature),
     ):
-        values: Any = getattr(drawn, field)
+        values: Any = getattr(sampled, field)
         if values is None or not _is_column(values, np.float32):
             continue  # missing full_logprobs are checked elsewhere
-        odd = values[(values > HIGHEST_LOGPROB) | (values < lowest)]
-        if len(odd):
+        bad = values[(values > HIGHEST_LOGPROB) | (values < lowest)]
+        if len(bad):
             raise RolloutError(
-                f"{name}: {field} have {odd[0]:g}, which is not a log-prob of a sampled token: it "
+                f"{name}: {field} have {bad[0]:g}, which is not a log-prob of a sampled token: it "
                 f"must lie between {lowest:g} and 0."
             )
 
@@ -167,52 +169,52 @@ def _check_scores(
 ) -> None:
     """Raise RolloutError unless an answer has possible log-probs of the prompt and of named tokens,
     if the request wants them. A request that was stopped early may lack the prompt's."""
-    found = completion.prompt_logprobs
-    if request.scores_prompt and found is None and not stopped:
+    prompt = completion.prompt_logprobs
+    if request.scores_prompt and prompt is None and not stopped:
         raise RolloutError(f"{name}: prompt_logprobs are missing.")
-    version = None if found is None else found.version
-    if found is not None and not (type(version) is int and 0 <= version <= newest):
+    version = None if prompt is None else prompt.version
+    if prompt is not None and not (type(version) is int and 0 <= version <= newest):
         raise RolloutError(
             f"{name}: prompt_logprobs have version {version}, but {newest} is newest."
         )
-    for field, of in (("prompt_logprobs", found), ("top_logprobs", completion.top_logprobs)):
-        if of is not None and any(
+    for field, scores in (("prompt_logprobs", prompt), ("top_logprobs", completion.top_logprobs)):
+        if scores is not None and any(
             (values > HIGHEST_LOGPROB).any()
-            for values in (of.logprobs, of.top_logprobs, of.id_logprobs)
+            for values in (scores.logprobs, scores.top_logprobs, scores.id_logprobs)
         ):
             raise RolloutError(f"{name}: {field} have a number above 0, which is no log-prob.")
 
 
-def _check_drawable(name: str, drawn: TokenRecord, room: Room) -> None:
+def _check_kept(name: str, sampled: TokenRecord, room: Room) -> None:
     """Raise RolloutError unless each token is among the tokens that its sampling mask kept."""
-    kept = drawn.kept
+    kept = sampled.kept
     if kept is None:
         return
     if isinstance(checked_ids(kept.ids, room.vocab), str):
         raise RolloutError(f"{name}: kept has ids outside the vocabulary.")
     if not 0 <= kept.vocab <= (room.vocab or kept.vocab):
         raise RolloutError(f"{name}: kept is of {kept.vocab} ids, not of the vocabulary.")
-    missing = np.flatnonzero(kept.excludes(drawn.token_ids))
+    missing = np.flatnonzero(kept.excludes(sampled.token_ids))
     if len(missing):
         raise RolloutError(f"{name}: token {missing[0]} is not among the tokens in kept.")
 
 
 def _check_stop(name: str, completion: Completion, request: Request, *, stopped: bool) -> None:
     """Raise RolloutError unless the answer ends where the request requires it."""
-    count, wanted, stop = len(completion.token_ids), num_wanted(request), completion.stop
+    count, most, stop = len(completion.token_ids), num_wanted(request), completion.stop
     stops = () if request.forced_length is not None else request.stop_token_ids
     ends = np.isin(completion.token_ids, stops)
-    good = count <= wanted and not ends[:-1].any()
+    good = count <= most and not ends[:-1].any()
     if stop is StopReason.EOS:
         good = good and bool(ends[-1:].any())
     elif stop is StopReason.LENGTH:
-        good = good and count == wanted and not ends.any()
+        good = good and count == most and not ends.any()
     else:
         good = good and stop is StopReason.CANCELLED and stopped
     if not good:
         raise RolloutError(
             f"{name}: {count} tokens that end by {stop!r} do not match the request: at most "
-            f"{wanted}, up to the first stop token."
+            f"{most}, up to the first stop token."
         )
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from jaxrl_async.errors import Disconnected, RolloutError, WeightsError
 from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.remote.sampler.joint_weights import forget_version
-from jaxrl_async.remote.sampler.leader import Lost, alike_hash, end_process, state_hash
+from jaxrl_async.remote.sampler.leader import Lost, end_process, setup_hash, state_hash
 from jaxrl_async.remote.wire.messages import (
     Begin,
     Dismissed,
@@ -38,7 +38,7 @@ from jaxrl_async.types import Partial, Request, VersionedParams
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Interval at which an idle follower checks whether its session has ended or it must leave,
 seconds."""
 
@@ -50,7 +50,7 @@ def follow(
     *,
     process: int,
     lost: Lost = end_process,
-    told_to_go: threading.Event | None = None,
+    must_leave: threading.Event | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> None:
     """Follow the leading process of this sampler until the sampler is closed; blocks.
@@ -64,14 +64,14 @@ def follow(
         weights: provides this process's part of each version that the leader announces.
         process: number of this process in the sampler's JAX world.
         lost: called with the reason, on the session's thread, when the leader is lost.
-        told_to_go: set when this process must end soon (preemption). The leader is then asked to
+        must_leave: set when this process must end soon (preemption). The leader is then asked to
             leave, and followed until it has left.
         begun: called when the sampler has its first weights.
 
     Raises Disconnected, WeightsError if the source does not have the leader's first version, and
     RolloutError if the processes have diverged.
     """
-    follower = Follower(session, setup, weights, lost=lost, told_to_go=told_to_go)
+    follower = Follower(session, setup, weights, lost=lost, must_leave=must_leave)
     try:
         follower.run(process, begun)
     except BaseException as error:
@@ -91,11 +91,11 @@ class Follower:
         weights: WeightSource,
         *,
         lost: Lost,
-        told_to_go: threading.Event | None,
+        must_leave: threading.Event | None,
     ) -> None:
         """See follow."""
         self._session, self._setup, self._weights = session, setup, weights
-        self._lost, self._told_to_go = lost, told_to_go
+        self._lost, self._must_leave = lost, must_leave
         self._over = False
         self._orders: queue.SimpleQueue[Begin | JointRound | Dismissed] = queue.SimpleQueue()
         session.on(Begin, self._orders.put)
@@ -106,12 +106,12 @@ class Follower:
 
     def run(self, process: int, begun: Callable[[], None] = lambda: None) -> None:
         """Follow until the sampler is closed; arguments and errors as in `follow`."""
-        self._session.send(Ready(process=process, alike=alike_hash(self._setup)))
+        self._session.send(Ready(process=process, alike=setup_hash(self._setup)))
         begin = self._next()
         if isinstance(begin, Dismissed):
             return
         assert isinstance(begin, Begin), "the first order"
-        first = taken_version(self._weights, begin.version).params
+        first = take_version(self._weights, begin.version).params
         prepared = self._setup.engine.prepare(first)
         del first
         receiver = FollowingReceiver(self._weights)
@@ -139,11 +139,11 @@ class Follower:
     def _next(self) -> Begin | JointRound | Dismissed:
         """Wait for the leader's next order. Raises Disconnected."""
         while True:
-            if self._told_to_go is not None and self._told_to_go.is_set():
-                self._told_to_go = None
+            if self._must_leave is not None and self._must_leave.is_set():
+                self._must_leave = None
                 self._session.send(Leave(reason="a process of the sampler was asked to leave"))
             try:
-                order = self._orders.get(timeout=LOOK_S)
+                order = self._orders.get(timeout=POLL_S)
             except queue.Empty:
                 if self._session.ended is not None:
                     raise Disconnected(f"lost the leader: {self._session.ended}") from None
@@ -180,7 +180,7 @@ class FollowingReceiver:
                 "one kind."
             )
         incoming = [
-            _follows(given, order.first_number + i) for i, given in enumerate(order.requests)
+            _leader_request(given, order.first_number + i) for i, given in enumerate(order.requests)
         ]
         batch.enqueue(incoming)
         cancelled = []
@@ -192,7 +192,7 @@ class FollowingReceiver:
             give_up(batch, stage)
         update = None
         if order.version is not None:
-            update = taken_version(self._weights, order.version)
+            update = take_version(self._weights, order.version)
             update = replace(update, probe_logprobs=order.probe_logprobs)
         return Taken(incoming=incoming, cancelled=cancelled, update=update, prescribed=False)
 
@@ -200,14 +200,14 @@ class FollowingReceiver:
         """Do nothing: no command runs here."""
 
 
-def _follows(given: Request | Partial, number: int) -> LiveRequest:
+def _leader_request(given: Request | Partial, number: int) -> LiveRequest:
     """Return the leader's request; its answer is not used here."""
     live = live_request(given, Waiter(queued_at=0.0, future=Future()))
     live.number = number
     return live
 
 
-def taken_version(weights: WeightSource, version: int) -> VersionedParams:
+def take_version(weights: WeightSource, version: int) -> VersionedParams:
     """Return the weights of this version, which the source has. Raises WeightsError."""
     update = weights.poll(wait=True)
     if update is None or update.version != version:

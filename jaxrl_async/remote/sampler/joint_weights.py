@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 LEADER = 0
 """Index of the leading process; the followers come after it."""
-LOOK_S = 0.5
+POLL_S = 0.5
 """Interval at which a wait for weights checks whether the session has ended, seconds."""
 
 
@@ -144,26 +144,26 @@ class OfferRelay:
         return len(self._staged) == len(self._offer)
 
     def _note_offer(self, offer: Offer) -> None:
-        whole, change = None, NO_CHANGE
+        combined, change = None, NO_CHANGE
         with self._lock:
             current, finished = self._current, self._finished
             if finished is not None and finished.version >= offer.version:
-                whole = finished  # re-offered before the answer arrived
+                combined = finished  # re-offered before the answer arrived
             elif current is not None and current.version == offer.version:  # again, after a Torn
                 self._current, self._torn = offer, False
                 to = tuple(n for n in range(len(self._offer)) if n not in self._staged)
                 change = _Change(offer=offer, to=to)
-                whole = _summed(self._staged) if self._all_staged else None
+                combined = _combined(self._staged) if self._all_staged else None
             else:
                 self._waiting = offer
                 if current is None or self._torn:
                     change = self._begin_next()
-        if whole is not None:
-            self._trainer.send(whole)
+        if combined is not None:
+            self._trainer.send(combined)
         self._apply(change)
 
     def _note_staged(self, number: int, staged: Staged) -> None:
-        version, whole = staged.version, None
+        version, combined = staged.version, None
         with self._lock:
             current, wake = self._current, self._wake
             late = number in self._given_up.get(version, ())  # arrived while it was given up
@@ -172,11 +172,11 @@ class OfferRelay:
             elif current is not None and current.version == version:
                 self._staged[number] = staged
                 if self._all_staged:  # the leader may use it now: it can no longer be given up
-                    whole, self._torn = _summed(self._staged), False
+                    combined, self._torn = _combined(self._staged), False
         if late:
             self._forget[number](version)
-        if whole is not None:
-            self._trainer.send(whole)
+        if combined is not None:
+            self._trainer.send(combined)
             if wake is not None:
                 wake.set()
 
@@ -200,7 +200,7 @@ class OfferRelay:
                 self._live.add(number)
             done = known and len(self._live) == len(self._offer)
             if done:
-                self._finished = _summed(self._staged)
+                self._finished = _combined(self._staged)
                 self._given_up.clear()
             change = self._begin_next(given_up=False) if done else NO_CHANGE
         if number == LEADER and known:
@@ -213,15 +213,15 @@ class OfferRelay:
 
         given_up: the processes release the previous version, now or as soon as they have it.
         """
-        everybody = range(len(self._offer))
+        processes = range(len(self._offer))
         forget: tuple[tuple[int, int], ...] = ()
         if self._current is not None and given_up:
             version = self._current.version
             forget = tuple((n, version) for n in self._staged)
-            self._given_up[version] = {*everybody} - {*self._staged}
+            self._given_up[version] = {*processes} - {*self._staged}
         change = _Change(
             offer=self._waiting,
-            to=() if self._waiting is None else tuple(everybody),
+            to=() if self._waiting is None else tuple(processes),
             forget=forget,
         )
         self._current, self._waiting = self._waiting, None
@@ -235,7 +235,7 @@ class OfferRelay:
             self._offer[number](change.offer)
 
 
-def _summed(parts: Mapping[int, Staged]) -> Staged:
+def _combined(parts: Mapping[int, Staged]) -> Staged:
     """Combine the processes' reports into the sampler's."""
     own = parts[LEADER]
     return Staged(
@@ -283,7 +283,7 @@ class JointWeights:
                     f"the processes of the sampler did not all get weights within {timeout_s:.0f} "
                     "s. Check the trainer's log for its offers, and their logs."
                 )
-            wake.wait(min(left, LOOK_S))
+            wake.wait(min(left, POLL_S))
             wake.clear()
         return update
 

@@ -40,7 +40,7 @@ from jaxrl_async.types import VersionedParams
 log = logging.getLogger(__name__)
 
 NO_IDS = np.zeros(0, np.int32)
-LOST_EXIT = 1
+LOST_CODE = 1
 """Exit code of a process whose sampler has lost another process."""
 
 Lost = Callable[[str], None]
@@ -54,10 +54,10 @@ def end_process(reason: str) -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(LOST_EXIT)
+    os._exit(LOST_CODE)
 
 
-def alike_hash(setup: SamplerSetup) -> str:
+def setup_hash(setup: SamplerSetup) -> str:
     """Return a hash of everything that must be equal in all processes of a sampler."""
     settings, spec = setup.settings, setup.engine.spec
     mesh = spec.mesh
@@ -89,10 +89,10 @@ def state_hash(batch: Batch) -> int:
     return value
 
 
-class FollowerCrew:
+class FollowerGroup:
     """The other processes of a sampler, from the leader's side (sampler.intake.Followers).
 
-    Thread-safe, except that only the sampler's thread calls `play`.
+    Thread-safe, except that only the sampler's thread calls `send_round`.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class FollowerCrew:
         sessions: Sequence[Session],
         *,
         lost: Lost = end_process,
-        asked_to_leave: Callable[[str], None] = lambda reason: None,
+        on_leave: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Control the followers at the other ends of these sessions.
 
         Args:
             sessions: one for each other process.
             lost: called when a session ends before the sampler does.
-            asked_to_leave: called with the reason when a follower must leave (preemption).
+            on_leave: called with the reason when a follower must leave (preemption).
         """
         self.sessions = tuple(sessions)
         self._lost = lost
@@ -116,15 +116,15 @@ class FollowerCrew:
         self._over = False
         for session in self.sessions:
             session.on(Ready, partial(self._note_ready, session))
-            session.on(Leave, lambda leave: asked_to_leave(leave.reason))
+            session.on(Leave, lambda leave: on_leave(leave.reason))
             session.on_end(partial(self._session_ended, session))
 
     def wait_ready(self, setup: SamplerSetup, timeout_s: float) -> None:
         """Wait until every follower has built its engine. Raises JoinRefused if one differs from
         this setup or is not ready in time, and Disconnected."""
         with self._changed:
-            everyone = len(self.sessions)
-            self._changed.wait_for(lambda: len(self._ready) == everyone or self._over, timeout_s)
+            expected = len(self.sessions)
+            self._changed.wait_for(lambda: len(self._ready) == expected or self._over, timeout_s)
             if self._over:
                 raise Disconnected("a process of the sampler was lost before it began")
             late = [s.peer for s in self.sessions if s not in self._ready]
@@ -133,7 +133,7 @@ class FollowerCrew:
                 f"{', '.join(late)} did not build the sampler's engine within {timeout_s:.0f} s. "
                 "Check the logs of these processes."
             )
-        own = alike_hash(setup)
+        own = setup_hash(setup)
         for session, ready in self._ready.items():
             if ready.alike != own:
                 raise JoinRefused(
@@ -172,10 +172,10 @@ class FollowerCrew:
         for session in self.sessions:
             session.send(Begin(version=version))
 
-    def play(self, following: JointRound) -> None:
+    def send_round(self, message: JointRound) -> None:
         """Make the followers run this round. Raises Disconnected."""
         for session in self.sessions:
-            session.send(following)
+            session.send(message)
 
     # ---- the sessions' threads
 
@@ -199,8 +199,8 @@ class FollowerCrew:
 class LeadingReceiver:
     """Wraps another receiver, and sends its inputs to the followers before they are applied."""
 
-    def __init__(self, receiver: TakesIn, crew: FollowerCrew) -> None:
-        self._receiver, self._crew = receiver, crew
+    def __init__(self, receiver: TakesIn, followers: FollowerGroup) -> None:
+        self._receiver, self._followers = receiver, followers
         self._arrived = 0  # requests so far
         self._stopped: list[LiveRequest] = []  # removed by commands in this round
 
@@ -222,7 +222,7 @@ class LeadingReceiver:
         cancelled = [*self._stopped, *(live_of(stage) for stage in taken.cancelled)]
         update = taken.update
         probe = None if update is None else update.probe_logprobs
-        self._crew.play(
+        self._followers.send_round(
             JointRound(
                 requests=tuple(live.partial or live.request for live in taken.incoming),
                 first_number=first,
@@ -240,19 +240,19 @@ class LeadingReceiver:
 
 
 def leading_sampler(
-    setup: SamplerSetup, crew: FollowerCrew, first: VersionedParams, weights: WeightSource
+    setup: SamplerSetup, followers: FollowerGroup, first: VersionedParams, weights: WeightSource
 ) -> Sampler:
     """Return the sampler of the leading process, once all processes have these first weights.
 
     Args:
-        setup: its settings have the crew as followers.
-        crew: `wait_ready` has returned.
+        setup: its settings have these followers.
+        followers: `wait_ready` has returned.
         first: initial weights; each follower's source provides the same version.
         weights: source of new weights in all processes: JointWeights.
     """
-    if setup.settings.followers is not crew:
-        raise Closed("leading_sampler: create the setup with SamplerSettings(followers=crew).")
-    crew.begin(first.version)
+    if setup.settings.followers is not followers:
+        raise Closed("leading_sampler: create the setup with SamplerSettings(followers=...).")
+    followers.begin(first.version)
     sampler = Sampler.from_setup(setup, setup.engine.prepare(first.params), first.version, weights)
     weights.live(first.version)
     return sampler

@@ -27,7 +27,7 @@ def send_all(
     message: Returns the message that holds these records.
     """
     refused: list[tuple[Item, ConfigError]] = []
-    batches = deque(in_messages(records))
+    batches = deque(split_records(records))
     while batches:
         batch = batches.popleft()
         try:
@@ -41,7 +41,7 @@ def send_all(
     return refused
 
 
-def in_messages(records: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
+def split_records(records: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
     """Split records, in order, into batches of one message each."""
     batch: list[Item] = []
     size = 0

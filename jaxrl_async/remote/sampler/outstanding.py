@@ -20,7 +20,7 @@ from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, request_of
 from jaxrl_async.sampler.router.job import fulfil
 from jaxrl_async.types import Completion, Partial, Request
 
-WIRE_PLACES = 3
+SENT_FACTOR = 3
 """Maximum number of requests sent to the sampler, as a multiple of its places. Its queue never runs
 empty while there are more requests, and a burst from the router does not fill the connection."""
 
@@ -111,7 +111,7 @@ class OutstandingRequests:
         """Take as many unsent requests as the sampler has room for, most urgent first, and mark
         them as sent. version: the sampler's current version."""
         with self._lock:
-            room = WIRE_PLACES * self.places - (len(self._all) - len(self._unsent))
+            room = SENT_FACTOR * self.places - (len(self._all) - len(self._unsent))
             taken: list[Outstanding] = []
             while len(taken) < room and (out := self._unsent.head()) is not None:
                 self._unsent.admit(out)
@@ -144,21 +144,21 @@ class OutstandingRequests:
                 del self._all[out.wire_id]
             return out.wire_id in self._all
 
-    def to_save(self, request_id: str, *, stop: bool) -> Outstanding | None:
+    def find_running(self, request_id: str, *, stop: bool) -> Outstanding | None:
         """Return the running request with this caller's id, the last one if there are several.
 
         stop: it will be asked to end early.
         """
         with self._lock:
-            found = [
+            running = [
                 out
                 for out in self._all.values()
                 if out.request.request_id == request_id and out.sent and not out.future.done()
             ]
-            if not found:
+            if not running:
                 return None
-            found[-1].stopped |= stop
-            return found[-1]
+            running[-1].stopped |= stop
+            return running[-1]
 
     # ---- questions
 
@@ -206,7 +206,7 @@ class OutstandingRequests:
             outs, self._all = list(self._all.values()), {}
             questions, self._questions = list(self._questions.values()), {}
             self._unsent.clear()
-        for future in (*(out.future for out in outs), *(asked.answer for asked in questions)):
+        for future in (*(out.future for out in outs), *(question.answer for question in questions)):
             fulfil(future, error)
 
     def _check_open(self) -> None:

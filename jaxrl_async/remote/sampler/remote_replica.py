@@ -5,7 +5,7 @@
     progress, save ─────────────────────────Ask────> │      │ ──RemoteReply──> the caller
 
 RemoteReplica is the interface for other threads. A separate thread sends (sender.py), so callers
-never wait for the connection; the session's thread receives (arrivals.py). They share the
+never wait for the connection; the session's thread receives (replica_messages.py). They share the
 unanswered requests (outstanding.py). Requests are sent under separate wire ids, since a caller may
 use an id twice. An invalid message ends the session, and the router gives the requests to another
 sampler. Works without JAX.
@@ -19,12 +19,12 @@ from functools import partial
 
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
 from jaxrl_async.ports.generate import Departure
-from jaxrl_async.remote.sampler.arrivals import Arrivals
 from jaxrl_async.remote.sampler.outstanding import (
     Outstanding,
     OutstandingRequests,
     Question,
 )
+from jaxrl_async.remote.sampler.replica_messages import ReplicaMessages
 from jaxrl_async.remote.sampler.sender import SendLoop
 from jaxrl_async.remote.wire.messages import (
     Answers,
@@ -82,7 +82,7 @@ class RemoteReplica:
         self._lifetime = Lifetime(self, lambda r: r.loop.step(), name=f"replica {session.peer}")
         self._outstanding = OutstandingRequests(places)
         self.loop = SendLoop(session, self._lifetime, self._outstanding)
-        self._arrivals = arrivals = Arrivals(
+        self._messages = messages = ReplicaMessages(
             session.peer,
             self._outstanding,
             check,
@@ -90,12 +90,12 @@ class RemoteReplica:
             count=count,
             on_room=self.loop.wake,
         )
-        session.on(Answers, arrivals.take_answers)
-        session.on(RemoteReply, arrivals.take_reply)
-        session.on(Beat, arrivals.take_beat)
-        session.on(Died, arrivals.take_died)
-        session.on(Leaving, arrivals.take_leaving)
-        session.on_end(arrivals.cut_off)  # it kept the replica alive until now
+        session.on(Answers, messages.take_answers)
+        session.on(RemoteReply, messages.take_reply)
+        session.on(Beat, messages.take_beat)
+        session.on(Died, messages.take_died)
+        session.on(Leaving, messages.take_leaving)
+        session.on_end(messages.cut_off)  # it kept the replica alive until now
 
     def __str__(self) -> str:
         return self._session.peer
@@ -132,9 +132,9 @@ class RemoteReplica:
 
     def stats(self) -> SamplerStats:
         """Return the statistics of the last beat."""
-        return self._arrivals.stats
+        return self._messages.stats
 
-    def draws_from(self, version: Callable[[], int]) -> None:
+    def track_version(self, version: Callable[[], int]) -> None:
         """Refuse tokens of versions older than the sampler's version when the request was sent.
         version: returns the last version that the sampler has reported live."""
         self.loop.version = version
@@ -172,7 +172,7 @@ class RemoteReplica:
         """Raise RolloutError where waiting for an answer would deadlock: on the session's thread,
         which receives the answer, or in a forked process."""
         self._lifetime.check_process()
-        if self._arrivals.thread == threading.get_ident():
+        if self._messages.thread == threading.get_ident():
             raise RolloutError(
                 "a callback of a request waits for a sampler on the thread that receives its "
                 "answers, which would deadlock. Use start_many, or another thread."
@@ -202,13 +202,13 @@ class RemoteReplica:
         except TimeoutError:
             log.warning("%s does not report its progress: using its last report", self)
         running = self._outstanding.by_wire_id()
-        return tuple(p for i, p in self._arrivals.reported.items() if i in running)
+        return tuple(p for i, p in self._messages.reported.items() if i in running)
 
     def save(self, request_id: str, *, stop: bool = False, with_kv: bool = True) -> Partial:
         """See ports.Replica; always without KV, whose transfer would cost more than it saves.
         Raises TimeoutError if the sampler does not answer."""
         self.check_waits()
-        about = self._outstanding.to_save(request_id, stop=stop)
+        about = self._outstanding.find_running(request_id, stop=stop)
         if about is None:
             raise RolloutError(f"request {request_id!r} is not running in {self}.")
         (saved,) = self._answer(self._outstanding.ask(about), SAVE_WAIT_S, stop=stop)

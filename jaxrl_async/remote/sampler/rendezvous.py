@@ -1,7 +1,7 @@
 """Rendezvous of the processes of one sampler: the first listens and broadcasts its address through
 JAX; the others dial it.
 
-    process 0   FollowerHub ──address, secret──> tell_everybody (collective) ──> processes 1, 2, ...
+    process 0   FollowerHub ──address, secret──> broadcast_text (collective) ──> processes 1, 2, ...
                      ^                                                                  │
                      └───────────────────────── dial_leader ────────────────────────────┘
 
@@ -27,7 +27,7 @@ TEXT_BYTES = 2048
 """Maximum length of a broadcast text, bytes."""
 
 
-def tell_everybody(text: str, *, leads: bool) -> str:
+def broadcast_text(text: str, *, leads: bool) -> str:
     """Return the leading process's text, in every process of this JAX world; all must call this.
     Raises ConfigError for a text longer than TEXT_BYTES.
 
@@ -43,12 +43,12 @@ def tell_everybody(text: str, *, leads: bool) -> str:
         )
     padded = np.zeros(TEXT_BYTES, np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)
-    told = multihost_utils.broadcast_one_to_all(padded, is_source=leads)
-    return bytes(np.asarray(told, np.uint8)).rstrip(b"\0").decode()
+    received = multihost_utils.broadcast_one_to_all(padded, is_source=leads)
+    return bytes(np.asarray(received, np.uint8)).rstrip(b"\0").decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaderPlace:
+class LeaderAddress:
     """Address of the leading process, and the secret that proves that a process belongs to its
     sampler."""
 
@@ -57,11 +57,11 @@ class LeaderPlace:
     shared: bytes = field(default=b"", repr=False)  # secret shared with the run's trainer
 
     @classmethod
-    def told(
+    def broadcast(
         cls, hub: "FollowerHub | None", host: str = "", *, leads: bool, shared: bytes = b""
-    ) -> "LeaderPlace | None":
-        """Broadcast the place to all processes of this JAX world; all must call this. Returns None
-        if the leading process has no hub, because the sampler does not start (again).
+    ) -> "LeaderAddress | None":
+        """Broadcast the address to all processes of this JAX world; all must call this. Returns
+        None if the leading process has no hub, because the sampler does not start (again).
 
         Args:
             hub: of the leading process; None in the others.
@@ -70,12 +70,12 @@ class LeaderPlace:
             shared: the leading process's shared secret with the run's trainer.
         """
         text = "" if hub is None else f"{hub.secret} {host} {hub.port} {shared.decode()}"
-        told = tell_everybody(text, leads=leads)
-        if not told:
+        received = broadcast_text(text, leads=leads)
+        if not received:
             return None
-        secret, host, port, common = told.split(" ", 3)
+        secret, host, port, trainer_secret = received.split(" ", 3)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return cls(address=address, secret=secret, shared=common.encode())
+        return cls(address=address, secret=secret, shared=trainer_secret.encode())
 
 
 class FollowerHub:
@@ -108,15 +108,15 @@ class FollowerHub:
     def wait_for_all(self, timeout_s: float) -> list[Session]:
         """Return the sessions with processes 1, 2, ... Raises JoinRefused if one does not join."""
         with self._changed:
-            wanted = range(1, self._num_processes)
-            self._changed.wait_for(lambda: len(self._sessions) == len(wanted), timeout_s)
-            missing = [n for n in wanted if n not in self._sessions]
+            processes = range(1, self._num_processes)
+            self._changed.wait_for(lambda: len(self._sessions) == len(processes), timeout_s)
+            missing = [n for n in processes if n not in self._sessions]
             if missing:
                 raise JoinRefused(
                     f"processes {missing} of the sampler did not join within {timeout_s:.0f} s. "
                     "Check their logs, and that this host's ports are open to the other hosts."
                 )
-            return [self._sessions[n] for n in wanted]
+            return [self._sessions[n] for n in processes]
 
     def close(self) -> None:
         """Stop listening, and end the sessions. Idempotent."""
@@ -136,15 +136,15 @@ class FollowerHub:
 
 
 def dial_leader(
-    place: LeaderPlace, process: int, *, limits: WireLimits, timeout_s: float
+    leader: LeaderAddress, process: int, *, limits: WireLimits, timeout_s: float
 ) -> tuple[Session, Welcome]:
     """Join the leading process as this process; return the session and the trainer's Welcome.
     Raises JoinRefused and Disconnected."""
     hello = Hello(name=f"process {process}", process=process)
     return dial(
-        place.address,
+        leader.address,
         hello,
-        secret=place.secret.encode(),
+        secret=leader.secret.encode(),
         tls=None,
         limits=limits,
         timeout_s=timeout_s,

@@ -1,8 +1,8 @@
 """Serves a sampler over a session: the sampler's side, in its own process.
 
     │ wire │ ──Start, Cancel──> Sampler ──futures──> done ──one Answers for all──> │ wire │
-    │      │ ──Ask──> asking thread: progress, save ───────────────RemoteReply──> │      │
-    │      │ ──Profile──> asking thread: a trace of this process ──Profiled─────> │      │
+    │      │ ──Ask──> task thread: progress, save ───────────────RemoteReply──> │      │
+    │      │ ──Profile──> task thread: a trace of this process ──Profiled─────> │      │
     │      │ ──Leave, or a signal──> partials, between two blocks ──Leaving─────> │      │
 
 Each request is answered or handed back exactly once; a cancelled request is answered by a
@@ -79,18 +79,18 @@ class ReplicaServer:
         self.over, self.reason, self.dismissed = threading.Event(), "", False
         self._session, self._sampler, self._beat_s = session, sampler, beat_s
         self._sender = Lifetime(self, ReplicaServer.send_done, name="answers")
-        self._asker = Lifetime(self, ReplicaServer.work_through, name="questions")
+        self._task_runner = Lifetime(self, ReplicaServer.run_tasks, name="questions")
         self._lock = threading.Lock()  # guards everything below
         self._held: dict[str, Future[Completion]] = {}  # neither answered nor handed back
         self._completions: list[Completion] = []
         self._failures: list[RemoteFailure] = []
-        self._others: list[tuple[object, Callable[[str], object]]] = []  # see _say
-        self._tasks: deque[Callable[[], None]] = deque()  # for the asking thread
-        self._leaves = False  # takes no more requests
+        self._messages: list[tuple[object, Callable[[str], object]]] = []  # see _queue
+        self._tasks: deque[Callable[[], None]] = deque()  # for the task thread
+        self._is_leaving = False  # takes no more requests
         self._leaving: Leaving | None = None  # the final message
         self._next_beat_s = 0.0
         self._sent_swaps = 0  # in the last beat
-        self._trace: ProcessTrace | None = None  # running; used by the asking thread only
+        self._trace: ProcessTrace | None = None  # running; used by the task thread only
 
     def start(self) -> None:
         """Start serving the session's requests."""
@@ -98,11 +98,11 @@ class ReplicaServer:
         self._session.on_end(self._ended)
         self._session.on(Start, self._take_start)
         self._session.on(Cancel, self._take_cancel)
-        self._session.on(Ask, lambda ask: self._later(partial(self._answer, ask)))
-        self._session.on(Profile, lambda m: self._later(partial(self._profile, m)))
+        self._session.on(Ask, lambda ask: self._queue_task(partial(self._answer, ask)))
+        self._session.on(Profile, lambda m: self._queue_task(partial(self._profile, m)))
         self._session.on(Leave, self._take_leave)
         self._sender.start()
-        self._asker.start()
+        self._task_runner.start()
 
     def leave(self, reason: str, timeout_s: float = HAND_BACK_S) -> bool:
         """Hand back running requests and end the session; block until then. Returns False if the
@@ -113,17 +113,17 @@ class ReplicaServer:
         log.error(
             "no block finished within %.0f s: the sampler leaves without its requests", timeout_s
         )
-        self._say_goodbye(reason, ())
+        self._queue_leaving(reason, ())
         self.over.wait(STOP_S)
         return False
 
     def begin_to_leave(self, reason: str) -> None:
         """Start to leave without waiting. Idempotent."""
         with self._lock:
-            if self._leaves:
+            if self._is_leaving:
                 return
-            self._leaves = True
-        self._later(lambda: self._hand_back(reason))
+            self._is_leaving = True
+        self._queue_task(lambda: self._hand_back(reason))
 
     def close(self) -> None:
         """End the session without handing anything back. Idempotent."""
@@ -132,7 +132,7 @@ class ReplicaServer:
         if not self.over.is_set():
             self._session.end("the sampler has been closed")
         self._sender.stop(STOP_S)
-        self._asker.stop(STOP_S)
+        self._task_runner.stop(STOP_S)
 
     # ---- the session's thread
 
@@ -140,7 +140,7 @@ class ReplicaServer:
         """Queue the requests; one that cannot be served fails separately. Raises RolloutError for
         an id that is in use."""
         with self._lock:
-            if self._leaves:
+            if self._is_leaving:
                 return  # the trainer reassigns them
             good, ids = [], []
             for given in message.requests:
@@ -171,11 +171,11 @@ class ReplicaServer:
             if future is not None:  # else it was just answered
                 future.cancel()
 
-    def _later(self, task: Callable[[], None]) -> None:
-        """Queue a task of the asking thread."""
+    def _queue_task(self, task: Callable[[], None]) -> None:
+        """Queue a task of the task thread."""
         with self._lock:
             self._tasks.append(task)
-        self._asker.wake.set()
+        self._task_runner.wake.set()
 
     def _take_leave(self, message: Leave) -> None:
         self.dismissed = True
@@ -189,7 +189,7 @@ class ReplicaServer:
             future.cancel()
         self.reason = self.reason or reason
         self.over.set()
-        for lifetime in (self._sender, self._asker):
+        for lifetime in (self._sender, self._task_runner):
             with lifetime.lock:
                 lifetime.closed = True
             lifetime.wake.set()
@@ -218,7 +218,7 @@ class ReplicaServer:
     def send_done(self) -> float | None:
         """Send everything that is done; return how long to sleep (Lifetime), None at the end.
 
-        consumes      answers of the sampler's thread and of the asking thread
+        consumes      answers of the sampler's thread and of the task thread
         waits for     `wake`, the next beat, and the connection while its queue is full
         produces      Answers, then replies to earlier questions and Profiled; Beat; finally Died
                       or Leaving
@@ -229,14 +229,14 @@ class ReplicaServer:
         with self._lock:
             completions, self._completions = self._completions, []
             failures, self._failures = self._failures, []
-            others, self._others = self._others, []
+            messages, self._messages = self._messages, []
             leaving = self._leaving
         try:
             if completions:
-                self._refresh()
+                self._refresh_stats()
             self._send_answers(completions, failures)
-            for message, emptied in others:
-                self._send(message, emptied)
+            for message, fallback in messages:
+                self._send(message, fallback)
             died = self._sampler.error
             if died is not None:
                 blamed = tuple(self._sampler.blamed)
@@ -257,40 +257,40 @@ class ReplicaServer:
         failures += [RemoteFailure(request_id=c.request_id, error=str(e)) for c, e in too_large]
         send_all(self._session, failures, lambda f: Answers(failures=f))
 
-    def _send(self, message: object, emptied: Callable[[str], object]) -> None:
-        """Send a message. If it is too large, log that, and send what `emptied` returns for the
+    def _send(self, message: object, fallback: Callable[[str], object]) -> None:
+        """Send a message. If it is too large, log that, and send what `fallback` returns for the
         error."""
         try:
             self._session.send(message)
         except ConfigError as error:
             log.error("not sent: %s", error)
-            self._session.send(emptied(str(error)))
+            self._session.send(fallback(str(error)))
 
     def _beat(self) -> float:
         """Send the statistics if they are due; return the time until they are due again."""
         now = time.monotonic()
         if now >= self._next_beat_s:
-            self._tell(self._sampler.stats(), now)
+            self._send_beat(self._sampler.stats(), now)
         return max(self._next_beat_s - now, 0.001)
 
-    def _refresh(self) -> None:
+    def _refresh_stats(self) -> None:
         """Send the statistics before answers if they are old, or older than the weights that
         generated the answers."""
         stats, now = self._sampler.stats(), time.monotonic()
         sent_s = self._next_beat_s - self._beat_s
         if stats.swaps != self._sent_swaps or now > sent_s + FRESH_S:
-            self._tell(stats, now)
+            self._send_beat(stats, now)
 
-    def _tell(self, stats: SamplerStats, now: float) -> None:
+    def _send_beat(self, stats: SamplerStats, now: float) -> None:
         """Send the statistics; the next regular beat is timed from now."""
         self._next_beat_s, self._sent_swaps = now + self._beat_s, stats.swaps
         self._session.send(Beat(stats=asdict(stats), places=self._sampler.capacity))
 
-    # ---- the asking thread
+    # ---- the task thread
 
-    def work_through(self) -> float | None:
+    def run_tasks(self) -> float | None:
         """Run the queued tasks in order; return how long to sleep (Lifetime)."""
-        while not self._asker.closed:
+        while not self._task_runner.closed:
             with self._lock:
                 if not self._tasks:
                     return math.inf
@@ -310,7 +310,7 @@ class ReplicaServer:
             reply = RemoteReply(number=ask.number, partials=partials)
         except Exception as error:
             reply = RemoteReply(number=ask.number, error=f"{type(error).__name__}: {error}")
-        self._say(reply, lambda error: RemoteReply(number=ask.number, error=error))
+        self._queue(reply, lambda error: RemoteReply(number=ask.number, error=error))
 
     def _profile(self, message: Profile) -> None:
         """Begin the trace of a step, or end it and queue it for sending."""
@@ -332,12 +332,12 @@ class ReplicaServer:
             profiled = Profiled(step=message.step, files=files)
         except (ProfileError, OSError) as error:
             profiled = Profiled(step=message.step, files={}, error=str(error))
-        self._say(profiled, lambda error: Profiled(step=message.step, files={}, error=error))
+        self._queue(profiled, lambda error: Profiled(step=message.step, files={}, error=error))
 
-    def _say(self, message: object, emptied: Callable[[str], object]) -> None:
+    def _queue(self, message: object, fallback: Callable[[str], object]) -> None:
         """Queue a message; see _send."""
         with self._lock:
-            self._others.append((message, emptied))
+            self._messages.append((message, fallback))
         self._sender.wake.set()
 
     def _hand_back(self, reason: str) -> None:
@@ -348,7 +348,7 @@ class ReplicaServer:
             if self.over.is_set():
                 return  # the session is over: nothing can be handed back
             log.error("the partials cannot be handed back: %s", error)
-            self._say_goodbye(reason, ())
+            self._queue_leaving(reason, ())
             return
         with self._lock:
             mine = [p for p in unfinished if p.request.request_id in self._held]
@@ -357,9 +357,9 @@ class ReplicaServer:
         for future in futures:
             future.cancel()
         concurrent.futures.wait(done, STOP_S)
-        self._say_goodbye(reason, tuple(p for p in mine if len(p.token_ids)))
+        self._queue_leaving(reason, tuple(p for p in mine if len(p.token_ids)))
 
-    def _say_goodbye(self, reason: str, partials: tuple[Partial, ...]) -> None:
+    def _queue_leaving(self, reason: str, partials: tuple[Partial, ...]) -> None:
         """Queue the final message; requests not answered by now are not answered."""
         with self._lock:
             self._held.clear()

@@ -26,7 +26,7 @@ class SendLoop:
         self.version: Callable[[], int] = lambda: 0  # the sampler's version, at least
         self._session, self._lifetime, self._requests = session, lifetime, requests
         self._queued: list[Any] = []  # messages; guarded by the lifetime's lock, like the next
-        self._ending: str | None = None  # reason to end the session
+        self._end_reason: str | None = None  # reason to end the session
 
     def send(self, message: object) -> None:
         """Queue a message, to be sent after the current requests."""
@@ -37,7 +37,7 @@ class SendLoop:
     def end(self, reason: str) -> None:
         """Request the end of the session."""
         with self._lifetime.lock:
-            self._ending = self._ending or reason
+            self._end_reason = self._end_reason or reason
         self.wake()
 
     def wake(self) -> None:
@@ -51,21 +51,21 @@ class SendLoop:
         consumes      requests and questions of other threads
         waits for     lifetime.wake; the connection, while its queue is full
         produces      messages
-        on failure    the session has ended: its end callback (Arrivals) fails the requests
+        on failure    the session has ended: its end callback (ReplicaMessages) fails the requests
         """
         requests = self._requests.take_sendable(self.version())
         with self._lifetime.lock:
-            others, self._queued = self._queued, []
-            ending = self._ending
+            messages, self._queued = self._queued, []
+            end_reason = self._end_reason
         try:
-            if ending is None:
+            if end_reason is None:
                 self._start(requests)
-                for message in _joined(others):
+                for message in _merge_cancels(messages):
                     self._session.send(message)
                 return math.inf
             if self._requests.closed:
-                self._session.send(Leave(reason=ending))
-            self._session.end(ending)
+                self._session.send(Leave(reason=end_reason))
+            self._session.end(end_reason)
         except Disconnected as error:
             log.debug("%s: %s", self._session.peer, error)
         return None
@@ -79,7 +79,7 @@ class SendLoop:
                 fulfil(out.future, error)
 
 
-def _joined(messages: Sequence[object]) -> list[Any]:
+def _merge_cancels(messages: Sequence[object]) -> list[Any]:
     """Return the messages with all cancellations merged into one at the front."""
     ids = tuple(i for m in messages if isinstance(m, Cancel) for i in m.request_ids)
     rest = [m for m in messages if not isinstance(m, Cancel)]

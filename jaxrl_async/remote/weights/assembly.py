@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from jaxrl_async.remote.weights.box_grid import BoxGrid
 from jaxrl_async.remote.weights.host_sums import MODULUS, host_sum
 from jaxrl_async.remote.weights.pieces import WeightPiece
-from jaxrl_async.remote.weights.progress_thread import POLL_S, begin, result_of
+from jaxrl_async.remote.weights.progress_thread import POLL_S, result_of, run_in_thread
 from jaxrl_async.remote.weights.protocols import BASE
 from jaxrl_async.weights.host_reshard import (
     Box,
@@ -34,7 +34,7 @@ from jaxrl_async.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 1.0
+RETRY_S = 1.0
 """Time until a failed host copy is retried, seconds. The peer requests every piece in order, and a
 sampler does not fetch again sooner than this (transfers.RETRY_S)."""
 MOST_SUMS = 1 << 16
@@ -192,7 +192,7 @@ class Assembly:
                     return None
                 self._changed.wait(POLL_S)
             waiting()
-        return self._gathered(array, box)
+        return self._gather(array, box)
 
     def _is_here(self, array: int, box: Box) -> bool:
         """Return True if all of a box within the local shards has arrived. Needs the lock. Called
@@ -201,7 +201,7 @@ class Assembly:
             return True
         return self._grids[array].covered(box) == volume(box)
 
-    def _gathered(self, array: int, box: Box) -> NDArray[Any]:
+    def _gather(self, array: int, box: Box) -> NDArray[Any]:
         parts = [part for part in self._parts[array] if common(part.box, box)]
         if len(parts) == 1:
             return np.ascontiguousarray(parts[0].data[inside(box, parts[0].box)])
@@ -221,15 +221,15 @@ class OnDemand:
         """make: copies it to the host; returns None if its arrays have been deleted."""
         self._make, self._lock = make, threading.Lock()
         self._made: Future[Assembly | None] | None = None
-        self._again_s = -math.inf  # no retry of a failed copy before then
+        self._retry_s = -math.inf  # no retry of a failed copy before then
 
     def get(self, waiting: Callable[[], None]) -> Assembly | None:
         """Return the host copy; None: it cannot be created. waiting: see Assembly.read."""
         with self._lock:
             if self._made is None:
-                if time.monotonic() < self._again_s:
+                if time.monotonic() < self._retry_s:
                     return None
-                self._made = begin(self._copy, "host copy")
+                self._made = run_in_thread(self._copy, "host copy")
             made = self._made
         return result_of(made, waiting)
 
@@ -239,7 +239,7 @@ class OnDemand:
         except Exception as error:  # arrays deleted in the meantime, or out of memory
             log.warning("weights on devices cannot be copied to the host: %s", error)
             with self._lock:
-                self._made, self._again_s = None, time.monotonic() + AGAIN_S
+                self._made, self._retry_s = None, time.monotonic() + RETRY_S
             return None
 
 

@@ -18,7 +18,7 @@ from jaxrl_async.remote.weights.verification import compare_with_offer, fetch_ve
 log = logging.getLogger(__name__)
 
 
-class BaseBringer:
+class BaseLoader:
     """Loads the frozen base of a sampler's adapters, and holds it until the sampler's engine has
     it. One thread loads it, another one releases it."""
 
@@ -32,41 +32,41 @@ class BaseBringer:
         """
         self._fetching, self._read = fetching, read
         self._params: Params | None = None
-        self._brought = False
+        self._loaded = False
 
-    def bring(
+    def load(
         self, where: Mapping[str, object], sources: Sequence[str], abort: threading.Event
     ) -> int:
         """Load the base, which is offered with an adapter at where["base"]. Returns the number of
         fetched bytes, 0 if it was already loaded or read from disk. Takes the arguments of
         Fetching.fetch. Raises WeightsError."""
-        if self._brought:
+        if self._loaded:
             return 0
-        of_base = where.get("base")
-        if not isinstance(of_base, Mapping):
+        base_offer = where.get("base")
+        if not isinstance(base_offer, Mapping):
             raise WeightsError(
                 "the trainer offers an adapter without its base weights: run the same version of "
                 "jaxrl_async on both sides"
             )
         num_bytes = 0
-        params = self._from_directory(of_base)
+        params = self._read_directory(base_offer)
         if params is None:
-            fetched = fetch_verified(self._fetching, BASE, of_base, sources, abort)
+            fetched = fetch_verified(self._fetching, BASE, base_offer, sources, abort)
             params, num_bytes = fetched.params, fetched.num_bytes
-        self._params, self._brought = params, True
+        self._params, self._loaded = params, True
         return num_bytes
 
-    def whole(self, adapter: Params) -> Params:
+    def merge(self, adapter: Params) -> Params:
         """Return an adapter merged with the base, until `release`; no array is copied."""
         base = self._params
         return adapter if base is None else combined(base, adapter)
 
     def release(self) -> None:
         """Release the base: the sampler's engine has it. Idempotent."""
-        if self._brought:
+        if self._loaded:
             self._params = None
 
-    def _from_directory(self, where: Mapping[str, object]) -> Params | None:
+    def _read_directory(self, where: Mapping[str, object]) -> Params | None:
         """Return the base as read from disk, if it equals the trainer's."""
         if self._read is None:
             return None

@@ -1,6 +1,6 @@
 """Transfer weights from device to device between processes, with jax.experimental.transfer.
 
-    sampler ──names its pieces, over its guarded connection──> trainer: publishes all of them once
+    sampler ──names its pieces, over an authenticated connection──> trainer: publishes all once
             <────── a random number that fits one pull, and each piece's checksum ───┘
             ──pulls by that number into its own devices' memory──> jax's transfer server
             ──checksums on its devices──> equal? ──> assembled there
@@ -9,10 +9,10 @@ No byte passes through host memory on either side, unless JAX's transport needs 
 sampler needs as a whole is published unchanged; others are cut on the trainer's devices, once for
 all samplers that fetch the same part at the same time.
 
-JAX's server does not authenticate: random numbers, which are sent only over a guarded connection,
-replace the secret. It also has no working timeouts, so the waiting side polls and breaks the
-connection when nothing arrives. The caller compares manifests first: JAX checks only sizes, and
-would accept a different layout of the same size silently.
+JAX's server does not authenticate: random numbers, which are sent only over an authenticated
+connection, replace the secret. It also has no working timeouts, so the waiting side polls and
+breaks the connection when nothing arrives. The caller compares manifests first: JAX checks only
+sizes, and would accept a different layout of the same size silently.
 """
 
 import importlib
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl_async.errors import WeightsError
-from jaxrl_async.remote.weights.locations import Whereabouts
+from jaxrl_async.remote.weights.locations import Locations
 from jaxrl_async.remote.weights.piece_protocol import PeerError
 from jaxrl_async.remote.weights.pieces import WeightPiece, plan_pieces
 from jaxrl_async.remote.weights.tcp_transport import PullSettings, ask_to_publish
@@ -162,7 +162,7 @@ class DevicePuller:
 
     def pull(
         self,
-        found: Whereabouts,
+        offer: Locations,
         manifest: Manifest,
         boxes: Sequence[Mapping[Box, Sequence[Any]]],
         stopped: Callable[[], str],
@@ -170,7 +170,7 @@ class DevicePuller:
         """Return every shard of this process on each of its devices, with checksums compared there.
 
         Args:
-            found: Locations of the pieces.
+            offer: Locations of the pieces.
             manifest: Of all arrays, equal to the trainer's.
             boxes: For each array, its distinct boxes in this process and their devices.
             stopped: Returns the reason to stop; "": continue.
@@ -178,42 +178,42 @@ class DevicePuller:
         Raises WeightsError if a piece does not arrive, or arrives corrupted.
         """
         targets = [(number, box) for number, held in enumerate(boxes) for box in held]
-        pieces = plan_pieces(manifest, found.holders, targets, WHOLE)
+        pieces = plan_pieces(manifest, offer.holders, targets, WHOLE)
         target_of = {
             p: next(t for t in targets if t[0] == p.array and contains(t[1], p.box)) for p in pieces
         }
         arrays: dict[WeightPiece, Any] = {}
-        for number, holder in enumerate(found.holders):
-            asked = [piece for piece in pieces if piece.holder == number]
-            if not asked:
+        for number, holder in enumerate(offer.holders):
+            requested = [piece for piece in pieces if piece.holder == number]
+            if not requested:
                 continue
             if not holder.device:
                 raise PeerError("the trainer does not offer transfers from its devices")
             uuid, sums = ask_to_publish(
-                holder.address, found.version, asked, self._settings, stopped
+                holder.address, offer.version, requested, self._settings, stopped
             )
-            wanted = [
+            shapes = [
                 jax.ShapeDtypeStruct(
                     [stop - start for start, stop in piece.box],
                     manifest.entries[piece.array][2],
                     sharding=SingleDeviceSharding(boxes[piece.array][target_of[piece][1]][0]),
                 )
-                for piece in asked
+                for piece in requested
             ]
-            pulled = self._connection(holder.device).pull(uuid, wanted)
+            pulled = self._connection(holder.device).pull(uuid, shapes)
             self._wait(holder.device, pulled, stopped)
-            _compare(asked, pulled, sums, manifest)
-            arrays |= zip(asked, pulled, strict=True)
+            _compare(requested, pulled, sums, manifest)
+            arrays |= zip(requested, pulled, strict=True)
             del pulled  # assembling frees pieces: devices have room for two sets only
         own: dict[tuple[int, Box], list[tuple[WeightPiece, Any]]] = {t: [] for t in targets}
         for piece in pieces:
             own[target_of[piece]].append((piece, arrays.pop(piece)))
-        placed: dict[tuple[int, Box], list[Any]] = {}
+        shards: dict[tuple[int, Box], list[Any]] = {}
         for target in targets:
-            shard = _put_together(target[1], own.pop(target))
+            shard = _assemble(target[1], own.pop(target))
             others = boxes[target[0]][target[1]][1:]
-            placed[target] = [shard, *(jax.device_put(shard, device) for device in others)]
-        return placed
+            shards[target] = [shard, *(jax.device_put(shard, device) for device in others)]
+        return shards
 
     def _connection(self, address: str) -> Any:
         if address not in self._connections:
@@ -224,12 +224,12 @@ class DevicePuller:
     def _wait(self, address: str, arrays: Sequence[Any], stopped: Callable[[], str]) -> None:
         """Wait until all arrays have arrived; break the connection if nothing arrives. Raises
         PeerError."""
-        waiting, heard, reason = list(arrays), time.monotonic(), ""
+        waiting, last_arrival, reason = list(arrays), time.monotonic(), ""
         while waiting and not reason:
             left = [array for array in waiting if not array.is_ready()]
             if len(left) < len(waiting):
-                heard = time.monotonic()
-            elif time.monotonic() - heard > self._settings.silence_s:
+                last_arrival = time.monotonic()
+            elif time.monotonic() - last_arrival > self._settings.silence_s:
                 reason = f"nothing arrived for {self._settings.silence_s:g} s"
             waiting, reason = left, stopped() or reason
             time.sleep(POLL_S if waiting else 0)
@@ -261,7 +261,7 @@ def _compare(
         )
 
 
-def _put_together(box: Box, pieces: Sequence[tuple[WeightPiece, object]]) -> Any:
+def _assemble(box: Box, pieces: Sequence[tuple[WeightPiece, object]]) -> Any:
     """Join the pieces of one shard, on their device."""
     if len(pieces) == 1:
         return pieces[0][1]

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 KEEP_S = 60.0
 """Time for which files of a withdrawn version are kept for samplers that still read them,
 seconds."""
-SHOW_S = 10.0
+APPEAR_S = 10.0
 """Maximum wait for an offered file, seconds: it may appear late on a mount."""
 POLL_S = 0.2
 
@@ -46,12 +46,12 @@ class FolderFiles:
         writable."""
         self._root = Path(folder)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", run).lstrip(".") or "run"
-        self._place = Path(name) / f"p{process}"
+        self._relative = Path(name) / f"p{process}"
         self._nonce = secrets.token_hex(4)
         self._paths: dict[int, Path] = {}
         self._withdrawn: list[tuple[float, Path]] = []
         try:
-            here = self._root / self._place
+            here = self._root / self._relative
             here.mkdir(parents=True, exist_ok=True)
             left = [path for path in here.iterdir() if path.is_file()]
             for path in left:
@@ -69,8 +69,8 @@ class FolderFiles:
         WeightsError."""
         self._delete_withdrawn()
         offsets, size = shard_offsets([part.data.nbytes for part in parts])
-        place = self._place / f"{self._nonce}-{secrets.token_hex(4)}-v{version}"
-        path = self._root / place
+        name = self._relative / f"{self._nonce}-{secrets.token_hex(4)}-v{version}"
+        path = self._root / name
         try:
             with open(path, "xb") as file:
                 for part, offset in zip(parts, offsets, strict=True):
@@ -88,7 +88,7 @@ class FolderFiles:
             ) from None
         self.withdraw(version)
         self._paths[version] = path
-        return str(place)
+        return str(name)
 
     def withdraw(self, version: int) -> None:
         """Delete a version's files after KEEP_S. Idempotent."""
@@ -136,7 +136,7 @@ class FolderReader:
 
         Raises WeightsError if the file is missing or incomplete.
         """
-        places, size = shards_in_file(holder, manifest)
+        shards, size = shards_in_file(holder, manifest)
         path = self._whole_file(holder.folder, size, stopped)
         num_bytes = 0
         try:
@@ -144,7 +144,7 @@ class FolderReader:
                 for piece in pieces:
                     if stopped():
                         break
-                    box, offset = next(p for p in places[piece.array] if contains(p[0], piece.box))
+                    box, offset = next(p for p in shards[piece.array] if contains(p[0], piece.box))
                     dtype = raw_dtype(manifest.entries[piece.array][2])
                     data = _read(file.fileno(), offset, box, piece.box, dtype)
                     np.copyto(assembly.view(piece), data)
@@ -154,12 +154,12 @@ class FolderReader:
             raise WeightsError(f"{path} cannot be read: {error}") from None
         return num_bytes
 
-    def _whole_file(self, place: str, size: int, stopped: Callable[[], str]) -> Path:
+    def _whole_file(self, name: str, size: int, stopped: Callable[[], str]) -> Path:
         """Wait until a file is complete; return its path. Raises WeightsError."""
-        path = self._root / place
-        if Path(place).is_absolute() or ".." in Path(place).parts:
-            raise WeightsError(f"{place!r} is not a path below remote.folder")
-        deadline = time.monotonic() + SHOW_S
+        path = self._root / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise WeightsError(f"{name!r} is not a path below remote.folder")
+        deadline = time.monotonic() + APPEAR_S
         while True:
             problem = _problem(path, size)
             if not problem:
@@ -190,14 +190,14 @@ def _read(
     """Read a piece of a shard: in one request from its first to its last element."""
     shape = [stop - start for start, stop in shard]
     at = inside(piece, shard)
-    numbers = [(s.start, s.stop - 1) for s in at[:-1]]
-    first = int(np.ravel_multi_index([n for n, _ in numbers], shape)) if numbers else 0
-    last = int(np.ravel_multi_index([n for _, n in numbers], shape)) if numbers else 0
+    bounds = [(s.start, s.stop - 1) for s in at[:-1]]
+    first = int(np.ravel_multi_index([n for n, _ in bounds], shape)) if bounds else 0
+    last = int(np.ravel_multi_index([n for _, n in bounds], shape)) if bounds else 0
     span = np.empty(last - first + 1, dtype)
     _read_into(descriptor, span, offset + first * dtype.itemsize)
     strides = [dtype.itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
-    wanted = [stop - start for start, stop in piece]
-    return np.lib.stride_tricks.as_strided(span, wanted, strides, writeable=False)
+    lengths = [stop - start for start, stop in piece]
+    return np.lib.stride_tricks.as_strided(span, lengths, strides, writeable=False)
 
 
 def _read_into(descriptor: int, data: np.ndarray, offset: int) -> None:

@@ -1,13 +1,14 @@
 """Checksums of weights in host memory, at memory speed: 8 bytes per array.
 
-    sum over all words of word * (2 * place + 1), modulo 2^64
+    sum over all words of word * (2 * position + 1), modulo 2^64
 
-A word is 8 bytes of a row (the last axis), padded with zeros at the row's end; `place` counts the
-array's words. As in weights.checksum, the parts of an array add up to the same number however it
-was cut, and a change or move of a single word is always detected. weights.checksum multiplies each
-element, which is fast on an accelerator but slow on a CPU. Here rows and columns are summed first:
+A word is 8 bytes of a row (the last axis), padded with zeros at the row's end; `position` is its
+index in the array. As in weights.checksum, the parts of an array add up to the same number however
+it was cut, and a change or move of a single word is always detected. weights.checksum multiplies
+each element, which is fast on an accelerator but slow on a CPU. Here rows and columns are summed
+first:
 
-    sum over rows of 2 * (place of its first word) * (sum of the row)
+    sum over rows of 2 * (position of its first word) * (sum of the row)
     + sum over columns of (2 * column + 1) * (sum of the column)
 """
 
@@ -48,8 +49,8 @@ def host_sum(data: NDArray[np.generic], box: Box, shape: tuple[int, ...]) -> int
         return 0
     row_words = -(-(shape[-1] if shape else 1) * data.itemsize // WORD)
     words, column, merged = _words(data, box, shape, row_words)
-    places = _row_places(box[: len(box) - 1 - merged], shape, row_words)
-    return _sum_of_rows(*_cut_rows(words, places, column))
+    positions = _row_positions(box[: len(box) - 1 - merged], shape, row_words)
+    return _sum_of_rows(*_cut_rows(words, positions, column))
 
 
 def _words(
@@ -74,37 +75,37 @@ def _words(
     return raw.view(np.uint64).reshape(-1, columns), first // WORD, merged
 
 
-def _row_places(box: Box, shape: tuple[int, ...], row_words: int) -> NDArray[np.uint64]:
-    """Return the place of the first word of every row, flattened over these leading axes."""
-    places = np.zeros((1,), np.uint64)
+def _row_positions(box: Box, shape: tuple[int, ...], row_words: int) -> NDArray[np.uint64]:
+    """Return the position of the first word of every row, flattened over these leading axes."""
+    positions = np.zeros((1,), np.uint64)
     for axis, (start, stop) in enumerate(box):
         stride = math.prod(shape[axis + 1 : -1]) * row_words % MODULUS
         along = np.arange(start, stop, dtype=np.uint64) * np.uint64(stride)
-        places = np.add.outer(places, along).reshape(-1)
-    return places
+        positions = np.add.outer(positions, along).reshape(-1)
+    return positions
 
 
 def _cut_rows(
-    words: NDArray[np.uint64], places: NDArray[np.uint64], column: int
+    words: NDArray[np.uint64], positions: NDArray[np.uint64], column: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], int]:
     """Cut long rows into shorter ones of equal length, if possible."""
     length = words.shape[1]
     if length <= LONG_ROW:
-        return words, places, column
+        return words, positions, column
     short = next((n for n in range(LONG_ROW, LONG_ROW // 8, -1) if length % n == 0), length)
     starts = np.arange(0, length, short, dtype=np.uint64)
-    return words.reshape(-1, short), np.add.outer(places, starts).reshape(-1), column
+    return words.reshape(-1, short), np.add.outer(positions, starts).reshape(-1), column
 
 
-def _sum_of_rows(words: NDArray[np.uint64], places: NDArray[np.uint64], column: int) -> int:
+def _sum_of_rows(words: NDArray[np.uint64], positions: NDArray[np.uint64], column: int) -> int:
     columns = words.shape[1]
-    of_columns = np.zeros(columns, np.uint64)
+    column_sums = np.zeros(columns, np.uint64)
     rows_at_once = max(BLOCK_BYTES // (columns * WORD), 1)
     total = 0
     for first in range(0, len(words), rows_at_once):
         block = words[first : first + rows_at_once]
-        of_columns += block.sum(axis=0)
-        of_rows = block.sum(axis=1) * places[first : first + rows_at_once]
-        total += 2 * int(of_rows.sum())
+        column_sums += block.sum(axis=0)
+        row_sums = block.sum(axis=1) * positions[first : first + rows_at_once]
+        total += 2 * int(row_sums.sum())
     factors = 2 * (np.arange(columns, dtype=np.uint64) + np.uint64(column)) + np.uint64(1)
-    return (total + int((of_columns * factors).sum())) % MODULUS
+    return (total + int((column_sums * factors).sum())) % MODULUS

@@ -17,7 +17,7 @@ from jaxrl_async.weights.host_reshard import Box, volume
 from jaxrl_async.weights.manifest import Manifest
 
 MOST_AXES = 16
-WAYS = ("address", "boot_id", "shared", "device", "folder")
+TRANSPORT_FIELDS = ("address", "boot_id", "shared", "device", "folder")
 """Fields of a Holder that say where its shards are."""
 
 
@@ -44,7 +44,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class Locations:
     """All holders of one version of the weights."""
 
     version: int
@@ -67,7 +67,7 @@ def offer_json(version: int, manifest: Manifest, holders: Sequence[Holder]) -> d
     }
 
 
-def whereabouts(version: int, manifest: Manifest, holders: Sequence[Holder]) -> Whereabouts:
+def locations_of(version: int, manifest: Manifest, holders: Sequence[Holder]) -> Locations:
     """Check that the holders together have every array, and sum up their checksums.
 
     Raises WeightsError if parts are missing, or if two holders' copies of one shard differ.
@@ -96,7 +96,7 @@ def whereabouts(version: int, manifest: Manifest, holders: Sequence[Holder]) -> 
                 f"version {version}: the trainer's processes offer {size} elements of {name} "
                 f"{list(shape)}. Every process of the trainer must offer its part."
             )
-    return Whereabouts(version=version, manifest=manifest, holders=tuple(holders), sums=tuple(sums))
+    return Locations(version=version, manifest=manifest, holders=tuple(holders), sums=tuple(sums))
 
 
 def merged_offers(offers: Sequence[Mapping[str, object]]) -> dict[str, Any]:
@@ -110,13 +110,13 @@ def merged_offers(offers: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         if (other[0], other[1]) != (first[0], first[1]):
             raise WeightsError("the trainer's processes offer different weights or versions")
     holders = [holder for _, _, held in parsed for holder in held]
-    whereabouts(first[0], first[1], holders)
+    locations_of(first[0], first[1], holders)
     return offer_json(first[0], first[1], holders)
 
 
-def read_whereabouts(offer: Mapping[str, object]) -> Whereabouts:
+def read_locations(offer: Mapping[str, object]) -> Locations:
     """Parse the offer of all holders. Raises WeightsError if it is malformed or incomplete."""
-    return whereabouts(*read_offer(offer))
+    return locations_of(*read_offer(offer))
 
 
 def read_offer(offer: Mapping[str, Any]) -> tuple[int, Manifest, tuple[Holder, ...]]:
@@ -138,8 +138,8 @@ def read_offer(offer: Mapping[str, Any]) -> tuple[int, Manifest, tuple[Holder, .
 
 def _holder_json(holder: Holder) -> dict[str, Any]:
     shards = [[s.array, [list(b) for b in s.box], s.checksum] for s in holder.shards]
-    ways = {name: getattr(holder, name) for name in WAYS}
-    return {"shards": shards, **ways, "on_devices": holder.on_devices}
+    transports = {name: getattr(holder, name) for name in TRANSPORT_FIELDS}
+    return {"shards": shards, **transports, "on_devices": holder.on_devices}
 
 
 def _holder(
@@ -154,5 +154,5 @@ def _holder(
         if any(not 0 <= a <= b <= n for (a, b), n in zip(ranges, shape, strict=True)):
             raise ValueError(f"shard {array} {list(ranges)} of {list(shape)}")
         shards.append(HeldShard(array=int(array), box=ranges, checksum=int(checksum) % MODULUS))
-    ways = {name: str(holder[name]) for name in WAYS}
-    return Holder(shards=tuple(shards), on_devices=bool(holder["on_devices"]), **ways)
+    transports = {name: str(holder[name]) for name in TRANSPORT_FIELDS}
+    return Holder(shards=tuple(shards), on_devices=bool(holder["on_devices"]), **transports)

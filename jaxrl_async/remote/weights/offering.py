@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfferWays:
+class OfferTransports:
     """The transports of this process's shards; None: not used."""
 
     server: PieceServer | None = None
     shared: SharedFiles | None = None
     files: FolderFiles | None = None
     publisher: DevicePublisher | None = None
-    may_lack_shared: bool = True  # continue without shared memory if it is too small
+    shared_is_optional: bool = True  # continue without shared memory if it is too small
 
 
 class PieceOffering:
@@ -42,9 +42,9 @@ class PieceOffering:
     uses TCP.
     """
 
-    def __init__(self, holdings: Holdings, ways: OfferWays) -> None:
-        """Offer weights through `ways`; their server serves `holdings`."""
-        self._holdings, self._ways = holdings, ways
+    def __init__(self, holdings: Holdings, transports: OfferTransports) -> None:
+        """Offer weights through `transports`; their server serves `holdings`."""
+        self._holdings, self._transports = holdings, transports
         self._boot_id = machine_boot_id()
         self._lock = threading.Lock()
         self._closed = False
@@ -52,12 +52,12 @@ class PieceOffering:
     @property
     def address(self) -> str:
         """HOST:PORT from which the pieces can be fetched; "": no server."""
-        return self._ways.server.address if self._ways.server else ""
+        return self._transports.server.address if self._transports.server else ""
 
     @property
     def counts(self) -> dict[str, int]:
         """Counts of the TCP server by name: bytes, pieces, refused connections."""
-        return self._ways.server.counts if self._ways.server else {}
+        return self._transports.server.counts if self._transports.server else {}
 
     def offer(self, version: int, params: Params) -> Mapping[str, Any]:
         """Serve this process's shards; return their locations.
@@ -76,7 +76,7 @@ class PieceOffering:
             self._holdings.remove(version)
             manifest = manifest_of(params)
             shards = distinct_shards(params)
-            if self._ways.publisher is not None:
+            if self._transports.publisher is not None:
                 holder = self._from_devices(version, manifest, params, shards)
             else:
                 holder = self._from_host(version, manifest, shards)
@@ -94,10 +94,10 @@ class PieceOffering:
             )
             for p in parts
         )
-        if shared and self._ways.shared is not None:
-            self._ways.shared.publish(version)
-        folder = self._ways.files.write(version, parts) if self._ways.files else ""
-        if self._ways.server is not None:
+        if shared and self._transports.shared is not None:
+            self._transports.shared.publish(version)
+        folder = self._transports.files.write(version, parts) if self._transports.files else ""
+        if self._transports.server is not None:
             self._holdings.add(version, Assembly.complete(manifest, parts))
         return Holder(
             shards=held, address=self.address, boot_id=self._boot_id, shared=shared, folder=folder
@@ -110,7 +110,7 @@ class PieceOffering:
         params: Params,
         shards: Sequence[tuple[int, Box, object]],
     ) -> Holder:
-        publisher = self._ways.publisher
+        publisher = self._transports.publisher
         assert publisher is not None, "checked by the caller"
         sums = Sums(params).of_shards()
         if sums is None:
@@ -124,12 +124,12 @@ class PieceOffering:
         shapes = [shape for _, shape, _ in manifest.entries]
         publisher.add(version, on_devices, checksums, shapes)
 
-        def copied() -> Assembly:
+        def host_copy() -> Assembly:
             log.info("copying version %d to the host: a sampler fetches it over TCP", version)
             parts, _ = self._host_parts(version, manifest, shards)
             return Assembly.complete(manifest, parts)
 
-        self._holdings.add(version, OnDemand(copied))
+        self._holdings.add(version, OnDemand(host_copy))
         return Holder(
             shards=held,
             address=self.address,
@@ -140,18 +140,18 @@ class PieceOffering:
 
     def compares(self, params: Params) -> bool:
         """See protocols.Offering."""
-        return self._ways.publisher is not None or in_host_memory(params)
+        return self._transports.publisher is not None or in_host_memory(params)
 
     def withdraw(self, version: int) -> None:
         """Release a version. Idempotent."""
         with self._lock:
             self._holdings.remove(version)
-            if self._ways.shared is not None:
-                self._ways.shared.withdraw(version)
-            if self._ways.files is not None:
-                self._ways.files.withdraw(version)
-            if self._ways.publisher is not None:
-                self._ways.publisher.remove(version)
+            if self._transports.shared is not None:
+                self._transports.shared.withdraw(version)
+            if self._transports.files is not None:
+                self._transports.files.withdraw(version)
+            if self._transports.publisher is not None:
+                self._transports.publisher.remove(version)
 
     def close(self) -> None:
         """Release everything. Idempotent."""
@@ -159,14 +159,14 @@ class PieceOffering:
             self._closed = True
             for version in self._holdings.versions:
                 self._holdings.remove(version)
-                if self._ways.publisher is not None:
-                    self._ways.publisher.remove(version)
-            if self._ways.shared is not None:
-                self._ways.shared.close()
-            if self._ways.files is not None:
-                self._ways.files.close()
-        if self._ways.server is not None:
-            self._ways.server.close()
+                if self._transports.publisher is not None:
+                    self._transports.publisher.remove(version)
+            if self._transports.shared is not None:
+                self._transports.shared.close()
+            if self._transports.files is not None:
+                self._transports.files.close()
+        if self._transports.server is not None:
+            self._transports.server.close()
 
     def _host_parts(
         self, version: int, manifest: Manifest, shards: Sequence[tuple[int, Box, Any]]
@@ -175,30 +175,30 @@ class PieceOffering:
         dtypes = [manifest.entries[array][2] for array, _, _ in shards]
         for _, _, data in shards:
             data.copy_to_host_async()
-        places = self._shared_places(version, [data.nbytes for _, _, data in shards])
-        if places is None:
+        shared = self._shared_file(version, [data.nbytes for _, _, data in shards])
+        if shared is None:
             parts = [
                 Part(array=array, box=box, data=on_host(data, dtype))
                 for (array, box, data), dtype in zip(shards, dtypes, strict=True)
             ]
             return parts, ""
-        file, offsets = places
+        file, offsets = shared
         parts = []
         for (array, box, data), dtype, offset in zip(shards, dtypes, offsets, strict=True):
-            place = file.array(offset, box, dtype)
-            np.copyto(place, on_host(data, dtype))
-            parts.append(Part(array=array, box=box, data=place))
+            view = file.array(offset, box, dtype)
+            np.copyto(view, on_host(data, dtype))
+            parts.append(Part(array=array, box=box, data=view))
         return parts, str(file.path)
 
-    def _shared_places(self, version: int, sizes: Sequence[int]) -> Any:
+    def _shared_file(self, version: int, sizes: Sequence[int]) -> Any:
         """Take a shared memory file; None: continue without one, if allowed."""
-        if self._ways.shared is None:
+        if self._transports.shared is None:
             return None
-        self._ways.shared.withdraw(version)
+        self._transports.shared.withdraw(version)
         try:
-            return self._ways.shared.write(version, sizes)
+            return self._transports.shared.write(version, sizes)
         except WeightsError as error:
-            if not self._ways.may_lack_shared:
+            if not self._transports.shared_is_optional:
                 raise
             log.warning("sending weights over TCP, not through shared memory: %s", error)
             return None

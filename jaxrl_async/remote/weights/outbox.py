@@ -26,11 +26,11 @@ from jaxrl_async.metrics.fault_counts import backoff_s
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.run import Clock
 from jaxrl_async.remote.weights.protocols import BASE, Offering
-from jaxrl_async.remote.weights.transfers import RETRY_S, TRIES, DueOffer, Taker, Transfers
+from jaxrl_async.remote.weights.transfers import RETRY_S, TRIES, DueOffer, Recipient, Transfers
 from jaxrl_async.remote.wire.messages import Offer, Staged
 from jaxrl_async.types import FloatArray, VersionedParams
-from jaxrl_async.weights.elsewhere import Traffic
 from jaxrl_async.weights.manifest import Manifest, Sums, manifest_of
+from jaxrl_async.weights.remote_port import Traffic
 
 if TYPE_CHECKING:  # which imports this file
     from jaxrl_async.remote.weights.remote_link import RemoteEnd
@@ -44,7 +44,7 @@ CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
+class _KeptVersion:
     """The data that samplers need to fetch a version."""
 
     where: Encoded
@@ -56,7 +56,7 @@ class WeightOutbox:
     """Makes the newest weights available, and offers them to each sampler. A
     weights.channel.WeightChannel uses it as its RemoteSamplers."""
 
-    may_come = True
+    may_join = True
 
     def __init__(
         self,
@@ -83,15 +83,15 @@ class WeightOutbox:
         self._copy, self._offering, self._section = copy, offering, section
         self._checksum, self._count, self._clock = checksum, count, clock
         self._transfers = Transfers(fanout=section.fanout, timeout_s=section.transfer_timeout_s)
-        self._recipients: dict[Taker, RemoteEnd] = {}
+        self._ends: dict[Recipient, RemoteEnd] = {}
         self._changed = threading.Condition()
         self._pending: VersionedParams | None = None  # on the trainer's devices
         self._base: Params | None = None  # until offered
         self._base_where: dict[str, Any] | None = None
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _KeptVersion] = {}
         self._traffic = Traffic()
         self._manifest: Manifest | None = None
-        self._news = self._closed = False  # the thread must check again; must end
+        self._must_check = self._closed = False  # the thread must check again; must end
         self._failures, self._retry_s = 0, 0.0  # consecutive failures of offering; no retry before
         self._error: WeightsError | None = None
         self._thread: threading.Thread | None = None
@@ -121,7 +121,7 @@ class WeightOutbox:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
                 self._thread.start()
-            self._look()
+            self._wake()
 
     @property
     def manifest(self) -> Manifest:
@@ -132,56 +132,56 @@ class WeightOutbox:
 
     # ---- any thread
 
-    def join(self, name: str, address: str, recipient: "RemoteEnd") -> Taker:
+    def join(self, name: str, address: str, end: "RemoteEnd") -> Recipient:
         """Add a sampler, and offer it the newest version. address: its data address."""
-        taker = Taker(name=name, address=address)
+        recipient = Recipient(name=name, address=address)
         with self._changed:
-            self._transfers.join(taker)
-            self._recipients[taker] = recipient
-            self._look()
-        return taker
+            self._transfers.join(recipient)
+            self._ends[recipient] = end
+            self._wake()
+        return recipient
 
-    def leave(self, taker: Taker) -> None:
+    def leave(self, recipient: Recipient) -> None:
         """Remove a sampler. Idempotent."""
         with self._changed:
-            self._transfers.leave(taker)
-            self._recipients.pop(taker, None)
-            self._look()
+            self._transfers.leave(recipient)
+            self._ends.pop(recipient, None)
+            self._wake()
 
-    def staged(self, taker: Taker, report: Staged) -> bool:
+    def staged(self, recipient: Recipient, report: Staged) -> bool:
         """Record that a sampler has a version; return True if this is new. Raises WeightsError if
         it is impossible."""
         numbers = (report.version, report.num_bytes, report.seconds, report.base_bytes)
         if not all(0 <= number < 2**63 for number in (*numbers, report.fallbacks)):
-            raise WeightsError(f"{taker.name} reports an impossible number: {report}")
+            raise WeightsError(f"{recipient.name} reports an impossible number: {report}")
         with self._changed:
-            news = self._transfers.staged(taker, report.version)
-            if news:
+            is_new = self._transfers.staged(recipient, report.version)
+            if is_new:
                 for _ in range(min(report.fallbacks, MOST_FALLBACKS)):
                     self._count("transfer_fallbacks")
-                passed = self._transfers.passes_on(report.source)
+                relayed = self._transfers.relays(report.source)
                 traffic = self._traffic
                 self._traffic = replace(
                     traffic,
                     transfers=traffic.transfers + 1,
                     transfer_s=traffic.transfer_s + report.seconds,
-                    sent_bytes=traffic.sent_bytes + (0 if passed else report.num_bytes),
-                    passed_bytes=traffic.passed_bytes + (report.num_bytes if passed else 0),
+                    sent_bytes=traffic.sent_bytes + (0 if relayed else report.num_bytes),
+                    passed_bytes=traffic.passed_bytes + (report.num_bytes if relayed else 0),
                     base_bytes=traffic.base_bytes + report.base_bytes,
                 )
-            self._look()
-            return news
+            self._wake()
+            return is_new
 
-    def torn(self, taker: Taker, version: int, error: str) -> None:
+    def torn(self, recipient: Recipient, version: int, error: str) -> None:
         """Record that a transfer to a sampler has failed; the sampler is offered the newest
         version."""
         with self._changed:
-            if self._transfers.torn(taker, version, self._clock()):
+            if self._transfers.torn(recipient, version, self._clock()):
                 self._count("torn_transfers")
-                self._repeat(taker, f"the transfer of version {version} failed: {error}")
-            self._look()
+                self._repeat(recipient, f"the transfer of version {version} failed: {error}")
+            self._wake()
 
-    def live(self, taker: Taker, version: int, enter: Callable[[int], bool]) -> None:
+    def live(self, recipient: Recipient, version: int, enter: Callable[[int], bool]) -> None:
         """Record that a sampler generates with a version. Raises WeightsError if this is
         impossible.
 
@@ -189,10 +189,10 @@ class WeightOutbox:
         offered a newer version, and the live version waits for it.
         """
         with self._changed:
-            self._transfers.live(taker, version, enter)
-            if taker.late:
+            self._transfers.live(recipient, version, enter)
+            if recipient.late:
                 self._traffic = replace(self._traffic, late=self._traffic.late + 1)
-            self._look()
+            self._wake()
 
     def joined(self) -> None:
         """Count a sampler that has entered."""
@@ -204,7 +204,7 @@ class WeightOutbox:
         return self._traffic
 
     @property
-    def patience_s(self) -> float:
+    def transfer_limit_s(self) -> float:
         """Time after which a sampler has new weights or was given up, seconds."""
         return TRIES * self._section.transfer_timeout_s
 
@@ -235,26 +235,26 @@ class WeightOutbox:
             with self._changed:
                 next_s = self._next_s()
                 wait_s = None if next_s is None else max(next_s - self._clock(), 0.0)
-                self._changed.wait_for(lambda: self._news or self._closed, wait_s)
+                self._changed.wait_for(lambda: self._must_check or self._closed, wait_s)
                 if self._closed:
                     return
-                self._news = False
+                self._must_check = False
             self._step()
 
     def _step(self) -> None:
         """Handle everything that is due now."""
         with self._changed:
-            for taker in self._transfers.expired(self._clock()):
-                self._repeat(taker, f"not done within {self._section.transfer_timeout_s:g} s")
-            released = [self._recipients[taker] for taker in self._transfers.unheld(self._clock())]
-            for recipient in released:
-                recipient.release()
+            for recipient in self._transfers.expired(self._clock()):
+                self._repeat(recipient, f"not done within {self._section.transfer_timeout_s:g} s")
+            released = [self._ends[r] for r in self._transfers.hold_expired(self._clock())]
+            for end in released:
+                end.release()
             withdrawn = self._transfers.outdated()
             self._transfers.drop(withdrawn)
             update, before = self._next_kept()
             self._transfers.drop(before)
-        for recipient in released:
-            recipient.settle()
+        for end in released:
+            end.report_live()
         for version in (*withdrawn, *before):
             self._kept.pop(version, None)
             self._offering.withdraw(version)
@@ -262,21 +262,21 @@ class WeightOutbox:
             self._keep(update)
         with self._changed:
             offers = self._transfers.due(self._clock(), self._offering.address)
-            recipients = [self._recipients[offer.taker] for offer in offers]
-            for offer, recipient in zip(offers, recipients, strict=True):
-                offer.taker.sending = True
-                if offer.taker.held_until_s is not None:
-                    recipient.hold(offer.version)
-            self._news = self._news or bool(offers) or update is not None
-        for offer, recipient in zip(offers, recipients, strict=True):
-            self._send(offer, recipient)
+            ends = [self._ends[offer.recipient] for offer in offers]
+            for offer, end in zip(offers, ends, strict=True):
+                offer.recipient.sending = True
+                if offer.recipient.held_until_s is not None:
+                    end.hold(offer.version)
+            self._must_check = self._must_check or bool(offers) or update is not None
+        for offer, end in zip(offers, ends, strict=True):
+            self._send(offer, end)
 
     def _next_kept(self) -> tuple[VersionedParams | None, list[int]]:
         """Take the pending version, if there is room for it, and the versions to withdraw first."""
         update = self._pending
         if update is None or self._clock() < self._retry_s:
             return None, []
-        before = self._transfers.in_the_way(update.version)
+        before = self._transfers.blocking(update.version)
         if before is None:
             return None, []
         self._pending = None
@@ -285,7 +285,7 @@ class WeightOutbox:
     def _keep(self, update: VersionedParams) -> None:
         """Make a version available; after a failure, retry unless there is a newer version."""
         try:
-            kept = self._offered(update)
+            kept = self._make_available(update)
         except Exception as error:
             self._offering.withdraw(update.version)
             self._count("transfer_retries")
@@ -306,7 +306,7 @@ class WeightOutbox:
         with self._changed:
             self._transfers.keep(update.version)
 
-    def _offered(self, update: VersionedParams) -> _Kept:
+    def _make_available(self, update: VersionedParams) -> _KeptVersion:
         if self._base is not None:
             self._base_where = self._where(BASE, self._base)
             self._base = None
@@ -315,7 +315,7 @@ class WeightOutbox:
         encoded = with_base = Encoded(where)
         if self._base_where is not None:
             with_base = Encoded({**where, "base": self._base_where})
-        return _Kept(
+        return _KeptVersion(
             where=encoded,
             where_with_base=with_base,
             probe_logprobs=None if probe is None else np.asarray(probe, np.float32),
@@ -334,41 +334,41 @@ class WeightOutbox:
             where["sums"] = numbers.tolist()
         return where
 
-    def _send(self, offer: DueOffer, recipient: "RemoteEnd") -> None:
+    def _send(self, offer: DueOffer, end: "RemoteEnd") -> None:
         kept = self._kept[offer.version]
         message = Offer(
             version=offer.version,
-            where=kept.where_with_base if offer.taker.staged is None else kept.where,
+            where=kept.where_with_base if offer.recipient.staged is None else kept.where,
             sources=offer.sources,
             probe_logprobs=kept.probe_logprobs,
         )
 
         def sent() -> None:
             with self._changed:
-                self._transfers.sent(offer.taker)
-                self._look()
+                self._transfers.sent(offer.recipient)
+                self._wake()
 
-        recipient.send(message, sent)
-        recipient.settle()
+        end.send(message, sent)
+        end.report_live()
 
-    def _repeat(self, taker: Taker, why: str) -> None:
+    def _repeat(self, recipient: Recipient, why: str) -> None:
         """Count a failed transfer; give up the sampler after several. Needs the lock."""
         self._count("transfer_retries")
         self._traffic = replace(self._traffic, repeats=self._traffic.repeats + 1)
-        if taker.failures < TRIES:
-            log.warning("retrying the transfer of weights to %s: %s", taker.name, why)
+        if recipient.failures < TRIES:
+            log.warning("retrying the transfer of weights to %s: %s", recipient.name, why)
             return
         self._count("transfers_given_up")
-        self._transfers.leave(taker)
-        recipient = self._recipients.pop(taker, None)
-        reason = f"the weights did not reach {taker.name} in {TRIES} attempts, last: {why}"
+        self._transfers.leave(recipient)
+        end = self._ends.pop(recipient, None)
+        reason = f"the weights did not reach {recipient.name} in {TRIES} attempts, last: {why}"
         log.error("%s; its session ends, and it may join again", reason)
-        if recipient is not None:
-            recipient.give_up(reason)
+        if end is not None:
+            end.give_up(reason)
 
-    def _look(self) -> None:
+    def _wake(self) -> None:
         """Wake the thread. Needs the lock."""
-        self._news = True
+        self._must_check = True
         self._changed.notify_all()
 
     def _next_s(self) -> float | None:

@@ -55,7 +55,7 @@ class PieceRequest:
         return head + b"".join(RANGE.pack(*pair) for pair in self.box)
 
 
-class Line:
+class PeerLink:
     """A connection with a limit on silence, which can be stopped. Used by one thread.
 
     Attributes:
@@ -83,30 +83,30 @@ class Line:
         """Send everything. Raises PeerError."""
         for part in parts:
             left = memoryview(part)
-            heard = time.monotonic()
+            progress_at = time.monotonic()
             while left:
                 try:
                     left = left[self._socket.send(left) :]
-                    heard = time.monotonic()
+                    progress_at = time.monotonic()
                 except TimeoutError:
-                    self._check(heard)
+                    self._check(progress_at)
                 except OSError as error:
                     raise PeerError(f"the connection broke: {error}") from None
 
     def receive(self, into: memoryview) -> None:
         """Fill this byte buffer. Raises PeerError."""
-        heard = time.monotonic()
+        progress_at = time.monotonic()
         while into:
             try:
                 count = self._socket.recv_into(into)
             except TimeoutError:
-                self._check(heard)
+                self._check(progress_at)
                 continue
             except OSError as error:
                 raise PeerError(f"the connection broke: {error}") from None
             if not count:
                 raise PeerError("the other side closed the connection")
-            heard = time.monotonic()
+            progress_at = time.monotonic()
             self.received_bytes += count
             into = into[count:]
             if reason := self._stopped():
@@ -138,8 +138,8 @@ class Line:
             if status != WAIT or size:
                 raise PeerError(f"an answer of kind {status} with {size} bytes, not {num_bytes}")
 
-    def _check(self, heard: float) -> None:
+    def _check(self, progress_at: float) -> None:
         if reason := self._stopped():
             raise PeerError(reason)
-        if time.monotonic() - heard > self._silence_s:
+        if time.monotonic() - progress_at > self._silence_s:
             raise PeerError(f"nothing was received or sent for {self._silence_s:g} s")

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.remote.weights.assembly import Holdings
-from jaxrl_async.remote.weights.peer_authentication import GREETING_S, Guard
+from jaxrl_async.remote.weights.peer_authentication import GREETING_S, PeerAuth
 from jaxrl_async.remote.weights.piece_protocol import (
     ANSWER,
     GREETING,
@@ -26,22 +26,26 @@ from jaxrl_async.remote.weights.piece_protocol import (
     PUBLISH,
     SUM,
     WAIT,
-    Line,
     PeerError,
+    PeerLink,
     PieceRequest,
 )
-from jaxrl_async.remote.weights.progress_thread import begin, result_of
+from jaxrl_async.remote.weights.progress_thread import result_of, run_in_thread
 from jaxrl_async.remote.wire.address import Address, advertised_address, parse_address
-from jaxrl_async.remote.wire.secret import check_secret, left_of, receive_by
-from jaxrl_async.remote.wire.strangers import Refusals, Stranger, Strangers
+from jaxrl_async.remote.wire.pending_connections import (
+    PendingConnection,
+    PendingConnections,
+    Refusals,
+)
+from jaxrl_async.remote.wire.secret import check_secret, receive_by, seconds_left
 from jaxrl_async.weights.host_reshard import Box, volume
 
 log = logging.getLogger(__name__)
 
-MOST_STRANGERS = 64
-"""Maximum number of connections that have not proved the secret yet (remote.wire.strangers chooses
-which one is dropped)."""
-FIRST_WORD_S = 1.0
+MAX_PENDING = 64
+"""Maximum number of connections that have not proved the secret yet (wire.pending_connections
+chooses which one is dropped)."""
+FIRST_BYTES_S = 1.0
 """Maximum time for a connection's greeting, which a client sends immediately, seconds."""
 PATIENCE_S = 3.0
 """Maximum wait for a version or piece that has yet to arrive here, seconds; then the client must
@@ -72,7 +76,7 @@ class PieceServer:
         listen: str = "127.0.0.1:0",
         ports: int = 1,
         advertise: str | None = None,
-        guard: Guard | None = None,
+        auth: PeerAuth | None = None,
         silence_s: float = 20.0,
         publish: Publish | None = None,
     ) -> None:
@@ -83,25 +87,25 @@ class PieceServer:
             listen: HOST:PORT; port 0 takes a free one.
             ports: Number of ports to try, starting at the port of `listen`.
             advertise: Host name of this machine for clients; None: the host of `listen`.
-            guard: Authenticates new connections.
+            auth: Authenticates new connections.
             silence_s: Time after which a client that receives nothing is dropped, seconds.
             publish: Publishes pieces for a pull from device to device.
 
         Raises WeightsError if it cannot listen there, ConfigError if other machines can reach it
         and there is no secret.
         """
-        self._holdings, self._guard, self._silence_s = holdings, guard or Guard(), silence_s
+        self._holdings, self._auth, self._silence_s = holdings, auth or PeerAuth(), silence_s
         self._publish = publish
         self._counts, self._lock = Counter[str](), threading.Lock()
         self._open: set[socket.socket] = set()
-        self._strangers = Strangers(MOST_STRANGERS)
+        self._pending = PendingConnections(MAX_PENDING)
         self._refusals = Refusals("a connection for weights from ")
         self._closed = False
-        wanted = parse_address(listen, what="remote.listen")
-        check_secret(self._guard.secret, listen, loopback=wanted.is_loopback)
-        self._socket = _listening(wanted, ports)
+        requested = parse_address(listen, what="remote.listen")
+        check_secret(self._auth.secret, listen, loopback=requested.is_loopback)
+        self._socket = _listening(requested, ports)
         port = self._socket.getsockname()[1]
-        host = advertised_address(Address(wanted.host, port), advertise).host
+        host = advertised_address(Address(requested.host, port), advertise).host
         self.address = str(Address(host, port))
         self._thread = threading.Thread(target=self._accept, name="piece-server", daemon=True)
         self._thread.start()
@@ -151,16 +155,16 @@ class PieceServer:
         try:
             with (
                 raw.dup() as handle,  # TLS takes ownership of `raw`
-                self._strangers.place(peer[0], partial(_break, handle)) as stranger,
+                self._pending.track(peer[0], partial(_break, handle)) as pending,
             ):
-                connection = self._admit(raw, stranger)
+                connection = self._admit(raw, pending)
         except (OSError, WeightsError) as error:
             self._refusals.note(peer, str(error))
         else:
-            line, named = Line(connection, self._silence_s), list[tuple[int, Box]]()
+            link, named = PeerLink(connection, self._silence_s), list[tuple[int, Box]]()
             try:
                 while not self._closed:
-                    self._answer(line, line.receive_request(), named)
+                    self._answer(link, link.receive_request(), named)
             except (PeerError, ValueError) as error:
                 self._count("ended")
                 log.debug("a connection from %s ended: %s", peer, error)
@@ -173,25 +177,25 @@ class PieceServer:
         for one in connections:
             one.close()
 
-    def _admit(self, raw: socket.socket, stranger: Stranger) -> socket.socket:
-        """Receive the greeting within FIRST_WORD_S, and authenticate within GREETING_S. Raises
+    def _admit(self, raw: socket.socket, pending: PendingConnection) -> socket.socket:
+        """Receive the greeting within FIRST_BYTES_S, and authenticate within GREETING_S. Raises
         OSError or PeerError."""
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
         began_s = time.monotonic()
-        if receive_by(raw, len(GREETING), began_s + FIRST_WORD_S) != GREETING:
+        if receive_by(raw, len(GREETING), began_s + FIRST_BYTES_S) != GREETING:
             raise PeerError("it does not speak this protocol")
-        stranger.greeted = True
-        connection = self._guard.as_server(raw, left_of(began_s + GREETING_S))
+        pending.greeted = True
+        connection = self._auth.as_server(raw, seconds_left(began_s + GREETING_S))
         with self._lock:
             self._open.add(connection)  # so `close` breaks it
         return connection
 
-    def _answer(self, line: Line, request: PieceRequest, named: list[tuple[int, Box]]) -> None:
+    def _answer(self, link: PeerLink, request: PieceRequest, named: list[tuple[int, Box]]) -> None:
         """Answer a request; named: pieces that this connection has named for a pull."""
 
         def waiting() -> None:
-            line.send(ANSWER.pack(WAIT, 0, 0))
+            link.send(ANSWER.pack(WAIT, 0, 0))
 
         if request.kind == NAME:
             if len(named) == MOST_NAMED:
@@ -202,12 +206,12 @@ class PieceServer:
             published = self._published(request.version, tuple(named), waiting)
             named.clear()
             if published is None:
-                line.send(ANSWER.pack(NOT_HERE, 0, 0))
+                link.send(ANSWER.pack(NOT_HERE, 0, 0))
                 return
             number, sums = published
             self._count("published")
             data = b"".join(SUM.pack(checksum) for checksum in sums)
-            line.send(ANSWER.pack(HERE, len(data), number), data)
+            link.send(ANSWER.pack(HERE, len(data), number), data)
             return
         assembly = self._holdings.find(request.version, PATIENCE_S, waiting)
         piece = None
@@ -215,14 +219,14 @@ class PieceServer:
             piece = assembly.read(request.array, request.box, PATIENCE_S, waiting)
         if assembly is None or piece is None:
             self._count("not_here")
-            line.send(ANSWER.pack(NOT_HERE, 0, 0))
+            link.send(ANSWER.pack(NOT_HERE, 0, 0))
             return
         checksum = assembly.sum_of(request.array, request.box, piece)
         assert piece.size == volume(request.box), "Assembly.read returned another piece"
         raw = piece.reshape(-1).view(np.uint8).data
         self._count("pieces")
         self._count("sent_bytes", raw.nbytes)
-        line.send(ANSWER.pack(HERE, raw.nbytes, checksum), raw)
+        link.send(ANSWER.pack(HERE, raw.nbytes, checksum), raw)
 
     def _published(
         self, version: int, pieces: Sequence[tuple[int, Box]], waiting: Callable[[], None]
@@ -232,7 +236,7 @@ class PieceServer:
         if publish is None:
             return None
         try:
-            return result_of(begin(lambda: publish(version, pieces), "publish"), waiting)
+            return result_of(run_in_thread(lambda: publish(version, pieces), "publish"), waiting)
         except PeerError:
             raise
         except Exception as error:  # arrays deleted in the meantime, or out of memory
@@ -250,23 +254,23 @@ def _break(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _listening(wanted: Address, ports: int) -> socket.socket:
+def _listening(requested: Address, ports: int) -> socket.socket:
     """Return a socket that listens on the first free port. Raises WeightsError."""
-    family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
-    last = min(wanted.port + ports - 1, MAX_PORT)
-    for port in range(wanted.port, last + 1):
+    family = socket.AF_INET6 if ":" in requested.host else socket.AF_INET
+    last = min(requested.port + ports - 1, MAX_PORT)
+    for port in range(requested.port, last + 1):
         try:
-            made = socket.create_server((wanted.host, port), family=family, backlog=128)
+            listener = socket.create_server((requested.host, port), family=family, backlog=128)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and port < last:
                 continue
-            where = str(wanted) if last == wanted.port else f"{wanted} to {last}"
+            where = str(requested) if last == requested.port else f"{requested} to {last}"
             raise WeightsError(
                 f"cannot serve weights at {where}: {error}. Set remote.listen to an address of "
                 "this machine, and remote.data_port (of a sampler: --data-port) to a free port "
                 "there, or to 0, which takes any."
             ) from None
-        if port != wanted.port:
-            log.info("port %d is in use: relaying weights at port %d", wanted.port, port)
-        return made
+        if port != requested.port:
+            log.info("port %d is in use: relaying weights at port %d", requested.port, port)
+        return listener
     raise AssertionError("at least one port is tried")

@@ -12,7 +12,7 @@ POLL_S = 0.1
 seconds."""
 
 
-def begin(work: Callable[[], T], name: str) -> Future[T]:
+def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Start work on a daemon thread with this name; return a future of its result."""
     done: Future[T] = Future()
 

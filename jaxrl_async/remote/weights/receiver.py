@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from jaxrl_async.errors import Closed, Disconnected, WeightsError
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.remote.weights.base_delivery import BaseBringer
+from jaxrl_async.remote.weights.base_delivery import BaseLoader
 from jaxrl_async.remote.weights.protocols import Fetching
 from jaxrl_async.remote.weights.verification import fetch_verified
 from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Torn
@@ -51,7 +51,7 @@ class WeightReceiver:
         fetching: Fetching,
         *,
         clock: Clock = time.monotonic,
-        base: BaseBringer | None = None,
+        base: BaseLoader | None = None,
     ) -> None:
         """Start fetching the versions that the trainer offers on this session.
 
@@ -112,7 +112,7 @@ class WeightReceiver:
             self._taken = update.version
             if self._base is None:
                 return update
-            return replace(update, params=self._base.whole(update.params))
+            return replace(update, params=self._base.merge(update.params))
 
     def begun(self) -> None:
         """Release the frozen base: the sampler's engine has it. Idempotent."""
@@ -237,7 +237,7 @@ class WeightReceiver:
         offer = transfer.offer
         base_bytes = 0
         if self._base is not None:
-            base_bytes = self._base.bring(offer.where, offer.sources, transfer.abort)
+            base_bytes = self._base.load(offer.where, offer.sources, transfer.abort)
         fetched = fetch_verified(
             self._fetching, offer.version, offer.where, offer.sources, transfer.abort
         )

@@ -8,7 +8,7 @@ from jaxrl_async.errors import Disconnected
 from jaxrl_async.remote.weights.outbox import WeightOutbox
 from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Torn
 from jaxrl_async.remote.wire.session_port import Session
-from jaxrl_async.weights.exchange import Exchange, Standing
+from jaxrl_async.weights.exchange import Exchange, ExchangeEntry
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +37,12 @@ class RemoteEnd:
         """
         self.name, self._on_entered = session.peer, on_entered
         self._session, self._exchange, self._outbox = session, exchange, outbox
-        self._standing = Standing(live_version=-1, counts=False)
+        self._entry = ExchangeEntry(live_version=-1, counts=False)
         self._entered = self._left = False
         with exchange.changed:
             exchange.raise_if_closed()
-            exchange.standings.append(self._standing)
-        self._taker = outbox.join(self.name, address, self)
+            exchange.entries.append(self._entry)
+        self._recipient = outbox.join(self.name, address, self)
         session.on(Staged, self._on_staged)
         session.on(Torn, self._on_torn)
         session.on(Live, self._on_live)
@@ -56,18 +56,18 @@ class RemoteEnd:
     @property
     def live_version(self) -> int:
         """The last version that the sampler has reported live; -1: none yet."""
-        return self._standing.live_version
+        return self._entry.live_version
 
     def leave(self) -> None:
         """Stop waiting for this sampler: the live version becomes the lowest of the others. Send it
         no requests after this. Thread-safe and idempotent; the session's end also calls it."""
-        self._outbox.leave(self._taker)
+        self._outbox.leave(self._recipient)
         with self._exchange.changed:
             if self._left:
                 return
             self._left = True
-            self._exchange.remove(self._standing)
-        self._exchange.tell()
+            self._exchange.remove(self._entry)
+        self._exchange.report_live()
 
     # ---- for the outbox
 
@@ -76,16 +76,16 @@ class RemoteEnd:
         will. A sampler with a full queue does not delay the others."""
 
         def wait() -> None:
-            self._sent(offer, self._session.send)
+            self._try_send(offer, self._session.send)
             sent()
 
-        if self._sent(offer, self._session.send_now):
+        if self._try_send(offer, self._session.send_now):
             sent()
         else:  # the queue is full: wait on a separate thread
             name = f"offer to {self.name}"
             threading.Thread(target=wait, name=name, daemon=True).start()
 
-    def _sent(self, offer: Offer, send: Callable[[Offer], bool | None]) -> bool:
+    def _try_send(self, offer: Offer, send: Callable[[Offer], bool | None]) -> bool:
         """Send an offer; return False if the queue is full."""
         try:
             return send(offer) is not False
@@ -100,19 +100,19 @@ class RemoteEnd:
         """Keep the live version from advancing past this one until the sampler has joined."""
         with self._exchange.changed:
             if not (self._left or self._entered):
-                self._standing.live_version, self._standing.counts = version, True
+                self._entry.live_version, self._entry.counts = version, True
                 self._exchange.raise_live()
 
     def release(self) -> None:
         """Undo `hold`."""
         with self._exchange.changed:
             if not self._entered:
-                self._standing.counts = False
+                self._entry.counts = False
                 self._exchange.raise_live()
 
-    def settle(self) -> None:
+    def report_live(self) -> None:
         """Report versions that have become live. Called without locks."""
-        self._exchange.tell()
+        self._exchange.report_live()
 
     def give_up(self, reason: str) -> None:
         """End the session with the sampler, without waiting. The sampler leaves when it has
@@ -123,17 +123,17 @@ class RemoteEnd:
     # ---- the sampler's reports, on the session's thread
 
     def _on_staged(self, message: Staged) -> None:
-        if not self._left and self._outbox.staged(self._taker, message):
+        if not self._left and self._outbox.staged(self._recipient, message):
             self._exchange.arrived(message.version)
 
     def _on_torn(self, message: Torn) -> None:
-        self._outbox.torn(self._taker, message.version, message.error)
+        self._outbox.torn(self._recipient, message.version, message.error)
 
     def _on_live(self, message: Live) -> None:
         before = self._entered
         if not self._left:
-            self._outbox.live(self._taker, message.version, self._enter)
-        self._exchange.tell()
+            self._outbox.live(self._recipient, message.version, self._enter)
+        self._exchange.report_live()
         if self.entered and not before:
             self._on_entered()
 
@@ -142,7 +142,7 @@ class RemoteEnd:
         with self._exchange.changed:
             if self._left:
                 return True
-            if not self._exchange.enter(self._standing, version):
+            if not self._exchange.enter(self._entry, version):
                 return False
             joins, self._entered = not self._entered, True
         if joins:

@@ -52,7 +52,7 @@ def machine_boot_id() -> str:
         return ""
 
 
-def number_of(version: int) -> int:
+def stored_number(version: int) -> int:
     """Return the number of a version for a file's first page; above 0 also for the frozen base."""
     return version + 1 - BASE
 
@@ -94,10 +94,10 @@ def shards_in_file(
     dtypes = [np.dtype(manifest.entries[shard.array][2]) for shard in holder.shards]
     sizes = [volume(s.box) * dtype.itemsize for s, dtype in zip(holder.shards, dtypes, strict=True)]
     offsets, size = shard_offsets(sizes)
-    places: dict[int, list[tuple[Box, int]]] = {}
+    shards: dict[int, list[tuple[Box, int]]] = {}
     for shard, offset in zip(holder.shards, offsets, strict=True):
-        places.setdefault(shard.array, []).append((shard.box, offset))
-    return places, size
+        shards.setdefault(shard.array, []).append((shard.box, offset))
+    return shards, size
 
 
 class SharedFiles:
@@ -112,7 +112,7 @@ class SharedFiles:
         self._free: list[SharedFile] = []
         self._used: dict[int, SharedFile] = {}
         self._locks: dict[Path, int] = {}
-        self._made = 0
+        self._num_created = 0
         delete_left_over(folder)
 
     def write(self, version: int, sizes: Sequence[int]) -> tuple[SharedFile, list[int]]:
@@ -133,7 +133,7 @@ class SharedFiles:
 
     def publish(self, version: int) -> None:
         """Mark the file as complete."""
-        self._used[version].memory[:8] = number_of(version).to_bytes(8, "little")
+        self._used[version].memory[:8] = stored_number(version).to_bytes(8, "little")
 
     def withdraw(self, version: int) -> None:
         """Free the file of a version for reuse. Idempotent."""
@@ -149,8 +149,8 @@ class SharedFiles:
         self._free, self._used = [], {}
 
     def _create(self, size: int) -> SharedFile:
-        self._made += 1
-        path = self._folder / f"{self._name}-{self._made}"
+        self._num_created += 1
+        path = self._folder / f"{self._name}-{self._num_created}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -220,9 +220,9 @@ class SharedReader:
 
         Raises WeightsError if the file is missing, or no longer has this version.
         """
-        places, size = shards_in_file(holder, manifest)
+        shards, size = shards_in_file(holder, manifest)
         file = self._file(holder.shared, size)
-        if file.number != number_of(version):
+        if file.number != stored_number(version):
             raise WeightsError(f"{holder.shared} no longer has version {version}")
         copied: list[tuple[WeightPiece, int]] = []
         lock = threading.Lock()
@@ -234,7 +234,7 @@ class SharedReader:
                     piece = next(left, None)
                 if piece is None:
                     return
-                box, offset = next(p for p in places[piece.array] if contains(p[0], piece.box))
+                box, offset = next(p for p in shards[piece.array] if contains(p[0], piece.box))
                 data = file.array(offset, box, manifest.entries[piece.array][2])
                 view = assembly.view(piece)
                 np.copyto(view, data[inside(piece.box, box)])
@@ -245,7 +245,7 @@ class SharedReader:
         with ThreadPoolExecutor(COPIERS) as pool:
             for one in [pool.submit(work) for _ in range(COPIERS)]:
                 one.result()
-        if file.number != number_of(version):
+        if file.number != stored_number(version):
             raise WeightsError(f"{holder.shared}: version {version} was withdrawn in the meantime")
         for piece, checksum in copied:
             assembly.arrived(piece, checksum)

@@ -17,14 +17,14 @@ import numpy as np
 
 from jaxrl_async.errors import ConfigError, WeightsError
 from jaxrl_async.remote.weights.assembly import Assembly
-from jaxrl_async.remote.weights.peer_authentication import Guard
+from jaxrl_async.remote.weights.peer_authentication import PeerAuth
 from jaxrl_async.remote.weights.piece_protocol import (
     GREETING,
     NAME,
     PUBLISH,
     SUM,
-    Line,
     PeerError,
+    PeerLink,
     PieceRequest,
 )
 from jaxrl_async.remote.weights.pieces import WeightPiece
@@ -56,14 +56,14 @@ class Pulled:
 class PullSettings:
     """Settings of a client's connections to its sources."""
 
-    guard: Guard = field(default_factory=Guard)
+    auth: PeerAuth = field(default_factory=PeerAuth)
     silence_s: float = 20.0  # maximum time without data from a source, seconds
 
 
 def pull(
     assembly: Assembly,
     version: int,
-    wanted: Sequence[tuple[str, Sequence[WeightPiece]]],
+    requests: Sequence[tuple[str, Sequence[WeightPiece]]],
     settings: PullSettings,
     stopped: Callable[[], str],
 ) -> list[Pulled]:
@@ -74,12 +74,12 @@ def pull(
     Args:
         assembly: Destination of the pieces.
         version: Of the weights.
-        wanted: (HOST:PORT, its pieces).
-        settings: The guard and the limit on silence.
+        requests: (HOST:PORT, its pieces).
+        settings: The authentication and the limit on silence.
         stopped: Returns the reason to stop; "": continue.
     """
     results, threads = [], []
-    for address, pieces in wanted:
+    for address, pieces in requests:
         left, result = deque(pieces), Pulled()
         results.append(result)
         for _ in range(min(STREAMS, len(pieces))):
@@ -103,27 +103,27 @@ def _stream(
 ) -> None:
     """Pull pieces over one connection until none is left."""
     try:
-        with _line(address, settings, stopped) as line:
-            _pull_over(line, assembly, version, left, result)
+        with _dial(address, settings, stopped) as server:
+            _pull_over(server, assembly, version, left, result)
     except PeerError as error:
         with result.lock:
             result.errors.append(str(error))
 
 
 def _pull_over(
-    line: Line, assembly: Assembly, version: int, left: deque[WeightPiece], result: Pulled
+    server: PeerLink, assembly: Assembly, version: int, left: deque[WeightPiece], result: Pulled
 ) -> None:
-    under_way: deque[WeightPiece] = deque()
+    pending: deque[WeightPiece] = deque()
     scratch = np.empty(0, np.uint8)
     while True:
-        while len(under_way) < REQUESTS_AHEAD and (piece := _next(left)):
+        while len(pending) < REQUESTS_AHEAD and (piece := _next_piece(left)):
             request = PieceRequest(version=version, array=piece.array, box=piece.box)
-            line.send(request.encoded())
-            under_way.append(piece)
-        if not under_way:
+            server.send(request.encoded())
+            pending.append(piece)
+        if not pending:
             return
-        piece = under_way.popleft()
-        here, checksum = line.receive_answer(piece.num_bytes)
+        piece = pending.popleft()
+        here, checksum = server.receive_answer(piece.num_bytes)
         if not here:
             with result.lock:
                 result.not_here.append(piece)
@@ -136,7 +136,7 @@ def _pull_over(
                 scratch if scratch.size >= piece.num_bytes else np.empty(piece.num_bytes, "u1")
             )
             into = scratch[: piece.num_bytes]
-        line.receive(into.data)
+        server.receive(into.data)
         data = into.view(view.dtype).reshape(view.shape)
         if assembly.checksum(piece, data) != checksum:
             raise PeerError("a piece arrived corrupted: its checksum differs")
@@ -147,7 +147,7 @@ def _pull_over(
             result.num_bytes += piece.num_bytes
 
 
-def _next(left: deque[WeightPiece]) -> WeightPiece | None:
+def _next_piece(left: deque[WeightPiece]) -> WeightPiece | None:
     try:
         return left.popleft()
     except IndexError:
@@ -163,22 +163,22 @@ def ask_to_publish(
 ) -> tuple[int, tuple[int, ...]]:
     """Ask a server to publish pieces for one pull from device to device; return its number, and
     the pieces' checksums (weights.checksum). Raises PeerError."""
-    with _line(address, settings, stopped) as line:
+    with _dial(address, settings, stopped) as server:
         named = [
             PieceRequest(version=version, array=p.array, box=p.box, kind=NAME).encoded()
             for p in pieces
         ]
         publish = PieceRequest(version=version, array=0, box=(), kind=PUBLISH)
-        line.send(b"".join(named), publish.encoded())
-        here, number = line.receive_answer(len(pieces) * SUM.size)
+        server.send(b"".join(named), publish.encoded())
+        here, number = server.receive_answer(len(pieces) * SUM.size)
         if not here:
             raise PeerError(f"it does not publish version {version}")
-        sums = SUM.iter_unpack(line.receive_bytes(len(pieces) * SUM.size))
+        sums = SUM.iter_unpack(server.receive_bytes(len(pieces) * SUM.size))
         return number, tuple(checksum for (checksum,) in sums)
 
 
 @contextmanager
-def _line(address: str, settings: PullSettings, stopped: Callable[[], str]) -> Iterator[Line]:
+def _dial(address: str, settings: PullSettings, stopped: Callable[[], str]) -> Iterator[PeerLink]:
     """Connect to a server while the body runs; its errors become PeerErrors with the address."""
     try:
         at = parse_address(address)
@@ -186,8 +186,8 @@ def _line(address: str, settings: PullSettings, stopped: Callable[[], str]) -> I
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
             raw.sendall(GREETING)
-            with settings.guard.as_client(raw) as connection:
-                yield Line(connection, settings.silence_s, stopped)
+            with settings.auth.as_client(raw) as connection:
+                yield PeerLink(connection, settings.silence_s, stopped)
     except (OSError, ConfigError, WeightsError) as error:
         raise PeerError(f"{address}: {error}") from None
 
@@ -199,7 +199,7 @@ def _requests(
     by_address: dict[str, list[WeightPiece]] = {}
     for piece in pieces:
         by_address.setdefault(source or holders[piece.holder], []).append(piece)
-    return [(address, asked) for address, asked in by_address.items() if address]
+    return [(address, requested) for address, requested in by_address.items() if address]
 
 
 def pull_all(
@@ -225,14 +225,14 @@ def pull_all(
         sources: Addresses from the offer, best first; those of the trainer are replaced by all its
             processes.
         holders: Addresses of the trainer's processes.
-        settings: The guard and the limit on silence.
+        settings: The authentication and the limit on silence.
         stopped: Returns the reason to stop; "": continue.
 
     Raises WeightsError if pieces are missing when no source is left, or if stopped.
     """
     members = [s for s in dict.fromkeys(sources) if s and s not in holders]
     left: list[str | None] = [*members, *([None] if any(holders) else [])]  # None: the trainer
-    came, errors = Counter[str](), list[str]()
+    received, errors = Counter[str](), list[str]()
     while missing := assembly.missing(pieces):
         if reason := stopped():
             raise WeightsError(f"version {version} was not fetched: {reason}")
@@ -241,10 +241,10 @@ def pull_all(
                 f"version {version}: no source has {len(missing)} of {len(pieces)} pieces. "
                 + "; ".join(errors[-5:] or ["the offer contains no address to fetch from"])
             )
-        wanted = _requests(missing, left[0], holders)
-        results = pull(assembly, version, wanted, settings, stopped)
-        for (address, _), result in zip(wanted, results, strict=True):
-            came[address] += result.num_bytes
+        requests = _requests(missing, left[0], holders)
+        results = pull(assembly, version, requests, settings, stopped)
+        for (address, _), result in zip(requests, results, strict=True):
+            received[address] += result.num_bytes
             lacks = [f"{address} lacks {len(result.not_here)} pieces"] if result.not_here else []
             errors += result.errors + lacks
             for error in result.errors + lacks:
@@ -252,4 +252,4 @@ def pull_all(
         again = any(r.num_bytes for r in results) and any(r.errors for r in results)
         if not again:
             left.pop(0)
-    return came
+    return received

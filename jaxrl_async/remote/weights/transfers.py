@@ -36,7 +36,7 @@ MOST_SOURCES = 8
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Taker:
+class Recipient:
     """The transfer state of one sampler."""
 
     name: str
@@ -64,7 +64,7 @@ class Taker:
 class DueOffer:
     """A version to offer to a sampler now."""
 
-    taker: Taker
+    recipient: Recipient
     version: int
     sources: tuple[str, ...]  # addresses, best first
 
@@ -74,26 +74,26 @@ class Alarms:
     """Heap of times that may change: an alarm is valid only while its sampler still has this
     time."""
 
-    _heap: list[tuple[float, int, Taker]] = field(default_factory=list)
+    _heap: list[tuple[float, int, Recipient]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
 
-    def add(self, at_s: float, taker: Taker) -> None:
+    def add(self, at_s: float, recipient: Recipient) -> None:
         """Set an alarm for a sampler, at its current time."""
-        heapq.heappush(self._heap, (at_s, next(self._numbers), taker))
+        heapq.heappush(self._heap, (at_s, next(self._numbers), recipient))
 
-    def passed(self, now_s: float, time_of: Callable[[Taker], float | None]) -> list[Taker]:
+    def passed(self, now_s: float, time_of: Callable[[Recipient], float | None]) -> list[Recipient]:
         """Remove the alarms up to now; return the samplers whose alarms are still valid, each once.
 
         time_of: returns the time of a sampler, or None if it has no time.
         """
-        passed = dict[Taker, None]()
+        passed = dict[Recipient, None]()
         while self._heap and self._heap[0][0] <= now_s:
-            at_s, _, taker = heapq.heappop(self._heap)
-            if time_of(taker) == at_s:
-                passed[taker] = None
+            at_s, _, recipient = heapq.heappop(self._heap)
+            if time_of(recipient) == at_s:
+                passed[recipient] = None
         return list(passed)
 
-    def first(self, time_of: Callable[[Taker], float | None]) -> float | None:
+    def first(self, time_of: Callable[[Recipient], float | None]) -> float | None:
         """Return the time of the first valid alarm; None: no alarm is valid."""
         while self._heap and time_of(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
@@ -106,39 +106,39 @@ class Transfers:
 
     fanout: int
     timeout_s: float
-    takers: list[Taker] = field(default_factory=list)
+    recipients: list[Recipient] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # versions that can be fetched, ascending
-    holders: dict[int, list[Taker]] = field(default_factory=dict)  # that relay it, as offered
+    holders: dict[int, list[Recipient]] = field(default_factory=dict)  # that relay it, as offered
     _fetched: Counter[int] = field(default_factory=Counter)  # transfers in progress, by version
-    _addresses: Counter[str] = field(default_factory=Counter)  # of all takers
-    _news: dict[Taker, None] = field(default_factory=dict)  # takers that `due` must check
+    _addresses: Counter[str] = field(default_factory=Counter)  # of all recipients
+    _unchecked: dict[Recipient, None] = field(default_factory=dict)  # that `due` must check
     _dues: Alarms = field(default_factory=Alarms)  # each due_s
     _holds: Alarms = field(default_factory=Alarms)  # each held_until_s
 
-    def join(self, taker: Taker) -> None:
+    def join(self, recipient: Recipient) -> None:
         """Add a sampler without weights."""
-        self.takers.append(taker)
-        self._addresses[taker.address] += 1
-        self._news[taker] = None
+        self.recipients.append(recipient)
+        self._addresses[recipient.address] += 1
+        self._unchecked[recipient] = None
 
-    def leave(self, taker: Taker) -> None:
+    def leave(self, recipient: Recipient) -> None:
         """Remove a sampler. Idempotent."""
-        self._stop(taker)
-        if not taker.left and taker in self.takers:
-            self.takers.remove(taker)
-            self._addresses[taker.address] -= 1
-        taker.left, taker.held_until_s = True, None
-        self._news.pop(taker, None)
+        self._stop(recipient)
+        if not recipient.left and recipient in self.recipients:
+            self.recipients.remove(recipient)
+            self._addresses[recipient.address] -= 1
+        recipient.left, recipient.held_until_s = True, None
+        self._unchecked.pop(recipient, None)
         for version in self.holders:
-            self._forget(taker, version)
+            self._forget(recipient, version)
 
-    def passes_on(self, address: str) -> bool:
+    def relays(self, address: str) -> bool:
         """Return True if a sampler relays weights at this address."""
         return bool(address) and self._addresses[address] > 0
 
     # ---- versions
 
-    def in_the_way(self, version: int) -> list[int] | None:
+    def blocking(self, version: int) -> list[int] | None:
         """Return the versions to withdraw before a newer one can be kept; None: not possible yet,
         since samplers fetch all kept versions."""
         assert not self.kept or version > self.kept[-1]
@@ -149,7 +149,7 @@ class Transfers:
     def keep(self, version: int) -> None:
         """Record that a version can be fetched."""
         self.kept.append(version)
-        self._news = dict.fromkeys(self.takers)
+        self._unchecked = dict.fromkeys(self.recipients)
 
     def drop(self, versions: Iterable[int]) -> None:
         """Record that versions can no longer be fetched."""
@@ -171,73 +171,73 @@ class Transfers:
         if not self.kept:
             return []
         newest, offers = self.kept[-1], []
-        for taker in tuple(self._news):
-            if taker.ready and (taker.staged is None or taker.staged < newest):
-                if now_s < taker.due_s:
+        for recipient in tuple(self._unchecked):
+            if recipient.ready and (recipient.staged is None or recipient.staged < newest):
+                if now_s < recipient.due_s:
                     continue  # check again then
-                offers.append(self._offer(taker, newest, now_s, trainer))
-            del self._news[taker]
+                offers.append(self._offer(recipient, newest, now_s, trainer))
+            del self._unchecked[recipient]
         return offers
 
-    def sent(self, taker: Taker) -> None:
+    def sent(self, recipient: Recipient) -> None:
         """Record that the session has accepted the last offer to a sampler."""
-        taker.sending = False
-        self._look(taker)
+        recipient.sending = False
+        self._recheck(recipient)
 
-    def staged(self, taker: Taker, version: int) -> bool:
+    def staged(self, recipient: Recipient, version: int) -> bool:
         """Record that a sampler has a version; return True if this is new.
 
         Raises WeightsError for a version that was not offered to it.
         """
-        if taker.offered is None or version > taker.offered:
+        if recipient.offered is None or version > recipient.offered:
             raise WeightsError(
-                f"{taker.name} reports that it has version {version}, but was offered "
-                f"{'nothing' if taker.offered is None else f'version {taker.offered}'}"
+                f"{recipient.name} reports that it has version {version}, but was offered "
+                f"{'nothing' if recipient.offered is None else f'version {recipient.offered}'}"
             )
-        if taker.staged is not None and version <= taker.staged:
+        if recipient.staged is not None and version <= recipient.staged:
             return False
-        taker.staged, taker.failures = version, 0
-        if taker.fetching is not None and taker.fetching <= version:
-            self._end(taker)
-        self._look(taker)
+        recipient.staged, recipient.failures = version, 0
+        if recipient.fetching is not None and recipient.fetching <= version:
+            self._end(recipient)
+        self._recheck(recipient)
         return True
 
-    def live(self, taker: Taker, version: int, enter: Callable[[int], bool]) -> None:
+    def live(self, recipient: Recipient, version: int, enter: Callable[[int], bool]) -> None:
         """Record that a sampler generates with a version. Raises WeightsError if it cannot.
 
         enter: lets it join with this version; returns False if the version is too old.
         """
-        if taker.staged is None or not (taker.live or 0) <= version <= taker.staged:
+        if recipient.staged is None or not (recipient.live or 0) <= version <= recipient.staged:
             raise WeightsError(
-                f"{taker.name} reports that it generates with version {version}, but has "
-                f"{'nothing' if taker.staged is None else f'version {taker.staged}'}"
+                f"{recipient.name} reports that it generates with version {version}, but has "
+                f"{'nothing' if recipient.staged is None else f'version {recipient.staged}'}"
             )
-        taker.live = version
-        taker.late = not enter(version)
-        taker.held_until_s = None if not taker.late else taker.held_until_s
-        self._look(taker)
+        recipient.live = version
+        recipient.late = not enter(version)
+        recipient.held_until_s = None if not recipient.late else recipient.held_until_s
+        self._recheck(recipient)
 
-    def torn(self, taker: Taker, version: int, now_s: float) -> bool:
+    def torn(self, recipient: Recipient, version: int, now_s: float) -> bool:
         """Record that a transfer has failed; return True if it was in progress."""
-        if taker.fetching != version:
+        if recipient.fetching != version:
             return False
-        self._fail(taker, now_s)
+        self._fail(recipient, now_s)
         return True
 
-    def expired(self, now_s: float) -> list[Taker]:
+    def expired(self, now_s: float) -> list[Recipient]:
         """Return the samplers whose transfers have timed out; these count as failed."""
         passed = self._dues.passed(now_s, lambda t: t.due_s)
         late = [t for t in passed if t.fetching is not None]
-        for taker in late:
-            self._fail(taker, now_s)
+        for recipient in late:
+            self._fail(recipient, now_s)
         return late
 
-    def unheld(self, now_s: float) -> list[Taker]:
+    def hold_expired(self, now_s: float) -> list[Recipient]:
         """Return the samplers whose hold has expired: the live version no longer waits for them."""
-        unheld = self._holds.passed(now_s, lambda t: t.held_until_s)
-        for taker in unheld:
-            taker.late, taker.held_until_s = False, None
-        return unheld
+        expired = self._holds.passed(now_s, lambda t: t.held_until_s)
+        for recipient in expired:
+            recipient.late, recipient.held_until_s = False, None
+        return expired
 
     def next_s(self, now_s: float) -> float | None:
         """Return the time at which something becomes due; None: never."""
@@ -247,64 +247,64 @@ class Transfers:
         times = [s for s in (due_s, self._holds.first(lambda t: t.held_until_s)) if s is not None]
         return min(times, default=None)
 
-    def _offer(self, taker: Taker, version: int, now_s: float, trainer: str) -> DueOffer:
-        taker.offered = taker.fetching = version
+    def _offer(self, recipient: Recipient, version: int, now_s: float, trainer: str) -> DueOffer:
+        recipient.offered = recipient.fetching = version
         self._fetched[version] += 1
-        self._set_due(taker, now_s + self.timeout_s)
-        self._hold_until(taker, taker.due_s if taker.late else None)
+        self._set_due(recipient, now_s + self.timeout_s)
+        self._hold_until(recipient, recipient.due_s if recipient.late else None)
         holders = self.holders.setdefault(version, [])
-        found = sources_of_next(
-            len(holders), lambda place: holders[place].address, self.fanout, trainer
+        sources = sources_of_next(
+            len(holders), lambda index: holders[index].address, self.fanout, trainer
         )
-        if taker.address:
-            holders.append(taker)
-        return DueOffer(taker=taker, version=version, sources=found)
+        if recipient.address:
+            holders.append(recipient)
+        return DueOffer(recipient=recipient, version=version, sources=sources)
 
-    def _fail(self, taker: Taker, now_s: float) -> None:
-        self._stop(taker)
-        self._set_due(taker, now_s + backoff_s(RETRY_S, taker.failures))
-        taker.failures += 1
-        if taker.held_until_s is not None:
-            self._hold_until(taker, now_s)
-        self._look(taker)
+    def _fail(self, recipient: Recipient, now_s: float) -> None:
+        self._stop(recipient)
+        self._set_due(recipient, now_s + backoff_s(RETRY_S, recipient.failures))
+        recipient.failures += 1
+        if recipient.held_until_s is not None:
+            self._hold_until(recipient, now_s)
+        self._recheck(recipient)
 
-    def _stop(self, taker: Taker) -> None:
+    def _stop(self, recipient: Recipient) -> None:
         """End the transfer to a sampler, and do not use it as a source."""
-        if taker.fetching is not None:
-            self._forget(taker, taker.fetching)
-        self._end(taker)
+        if recipient.fetching is not None:
+            self._forget(recipient, recipient.fetching)
+        self._end(recipient)
 
-    def _forget(self, taker: Taker, version: int) -> None:
+    def _forget(self, recipient: Recipient, version: int) -> None:
         """Stop using a sampler as a source of this version."""
-        if taker in (holders := self.holders.get(version, [])):
-            holders.remove(taker)
+        if recipient in (holders := self.holders.get(version, [])):
+            holders.remove(recipient)
 
-    def _end(self, taker: Taker) -> None:
+    def _end(self, recipient: Recipient) -> None:
         """Record that no transfer to a sampler is in progress."""
-        if taker.fetching is not None:
-            self._fetched[taker.fetching] -= 1
-        taker.fetching, taker.due_s = None, 0.0
+        if recipient.fetching is not None:
+            self._fetched[recipient.fetching] -= 1
+        recipient.fetching, recipient.due_s = None, 0.0
 
-    def _set_due(self, taker: Taker, at_s: float) -> None:
-        taker.due_s = at_s
-        self._dues.add(at_s, taker)
+    def _set_due(self, recipient: Recipient, at_s: float) -> None:
+        recipient.due_s = at_s
+        self._dues.add(at_s, recipient)
 
-    def _hold_until(self, taker: Taker, at_s: float | None) -> None:
-        taker.held_until_s = at_s
+    def _hold_until(self, recipient: Recipient, at_s: float | None) -> None:
+        recipient.held_until_s = at_s
         if at_s is not None:
-            self._holds.add(at_s, taker)
+            self._holds.add(at_s, recipient)
 
-    def _look(self, taker: Taker) -> None:
+    def _recheck(self, recipient: Recipient) -> None:
         """Make `due` check a sampler that can fetch."""
-        if taker.ready:
-            self._news[taker] = None
+        if recipient.ready:
+            self._unchecked[recipient] = None
 
     def _is_fetched(self, version: int) -> bool:
         return self._fetched[version] > 0
 
 
 def sources_of_next(
-    place: int, address_at: Callable[[int], str], fanout: int, trainer: str
+    index: int, address_at: Callable[[int], str], fanout: int, trainer: str
 ) -> tuple[str, ...]:
     """Return the addresses from which the next member fetches, best first, the trainer's last.
 
@@ -319,27 +319,27 @@ def sources_of_next(
     coordination. All of a member's sources joined before it, so there are no cycles.
 
     Args:
-        place: Number of relaying members that joined before it.
-        address_at: Returns the address of each of them by its place, from 0.
+        index: Number of relaying members that joined before it.
+        address_at: Returns the address of each of them by its index, from 0.
         fanout: Number of members to which the trainer, and each member, sends the weights directly.
         trainer: Its address; "": it has none, and is omitted.
     """
     last = (trainer,) if trainer else ()
-    above = islice(_places_above(place, fanout), MOST_SOURCES - len(last))
+    above = islice(_ancestors(index, fanout), MOST_SOURCES - len(last))
     return (*map(address_at, above), *last)
 
 
-def _places_above(place: int, fanout: int) -> Iterator[int]:
-    """Yield parent and its siblings, grandparent and its siblings, and so on; all before `place`.
+def _ancestors(index: int, fanout: int) -> Iterator[int]:
+    """Yield parent and its siblings, grandparent and its siblings, and so on; all before `index`.
 
     Children of one parent start at different siblings of it, so they spread out when it dies.
     """
-    parent, turn = place // fanout - 1, place % fanout
+    parent, child = index // fanout - 1, index % fanout
     while parent >= 0:
         yield parent
-        eldest = parent // fanout * fanout
-        siblings = min(fanout, place - eldest) - 1
+        first = parent // fanout * fanout
+        siblings = min(fanout, index - first) - 1
         for number in range(siblings):
-            sibling = eldest + (turn + number) % siblings
+            sibling = first + (child + number) % siblings
             yield sibling + (sibling >= parent)  # skip the parent itself
         parent = parent // fanout - 1

@@ -11,15 +11,15 @@ from jaxrl_async.errors import ConfigError, WeightsError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.remote.weights.assembly import Holdings
 from jaxrl_async.remote.weights.device_transport import DevicePublisher, DevicePuller
-from jaxrl_async.remote.weights.fetching import FetchWays, PieceFetching
+from jaxrl_async.remote.weights.fetching import FetchTransports, PieceFetching
 from jaxrl_async.remote.weights.file_transport import FolderFiles
-from jaxrl_async.remote.weights.offering import OfferWays, PieceOffering
-from jaxrl_async.remote.weights.peer_authentication import Guard
+from jaxrl_async.remote.weights.offering import OfferTransports, PieceOffering
+from jaxrl_async.remote.weights.peer_authentication import PeerAuth
 from jaxrl_async.remote.weights.piece_server import PieceServer, Publish
 from jaxrl_async.remote.weights.protocols import Fetching, Offering
 from jaxrl_async.remote.weights.shared_memory import SharedFiles
 from jaxrl_async.remote.weights.tcp_transport import PullSettings
-from jaxrl_async.remote.weights.transport_trial import FasterWay
+from jaxrl_async.remote.weights.transport_trial import TransportTrial
 from jaxrl_async.remote.wire.address import advertised_address, parse_address
 from jaxrl_async.remote.wire.tls import read_tls
 
@@ -40,7 +40,7 @@ def make_offering(
     run: str,
     secret: bytes = b"",
     local_samplers: bool = True,
-    apart: bool = False,
+    separate_machines: bool = False,
     all_agree: Callable[[bool], bool] = bool,
 ) -> Offering:
     """Create the trainer's side.
@@ -51,8 +51,8 @@ def make_offering(
         secret: The shared secret (remote.wire.secret.read_secret).
         local_samplers: True if samplers may be on this machine. With transfer=auto, False saves the
             copy into shared memory.
-        apart: True if samplers have separate machines. transfer=auto then also offers the weights
-            from accelerator memory, and makes a host copy only on request.
+        separate_machines: True if samplers have separate machines. transfer=auto then also offers
+            the weights from accelerator memory, and makes a host copy only on request.
         all_agree: Returns True if a value is True in every process of the trainer. All processes
             call it here, since they must offer the same transport.
 
@@ -66,7 +66,7 @@ def make_offering(
         files = FolderFiles(_folder(section), run, jax.process_index())
     if transfer == "device":
         publisher = DevicePublisher(_host(section.listen, section.advertise))
-    elif transfer == "auto" and apart:
+    elif transfer == "auto" and separate_machines:
         publisher = _try_publisher(section, all_agree)
     if transfer == "shared_memory" or (transfer == "auto" and local_samplers and not publisher):
         shared = SharedFiles(run)
@@ -79,14 +79,14 @@ def make_offering(
             section.advertise,
             publish=publisher.publish if publisher else None,
         )
-    ways = OfferWays(
+    transports = OfferTransports(
         publisher=publisher,
         server=server,
         shared=shared,
         files=files,
-        may_lack_shared=transfer == "auto",
+        shared_is_optional=transfer == "auto",
     )
-    return PieceOffering(holdings, ways)
+    return PieceOffering(holdings, transports)
 
 
 def make_fetching(
@@ -113,7 +113,7 @@ def make_fetching(
     transfer = section.transfer
     tcp = server = puller = trial = None
     if transfer in STREAMS:
-        tcp = PullSettings(guard=_guard(section, secret), silence_s=section.silence_s)
+        tcp = PullSettings(auth=_auth(section, secret), silence_s=section.silence_s)
         server = _server(section, holdings, secret, host, advertise, ports=SHARING)
         devices = jax.tree.leaves(target)[0].sharding.device_set
         if transfer == "device":
@@ -121,8 +121,8 @@ def make_fetching(
         elif _may_try_devices(section, devices):
             # decided per process: each pulls what its own devices need
             puller = _or_tcp(DevicePuller, _host(f"{host}:0", advertise), tcp)
-            trial = FasterWay() if puller is not None else None
-    ways = FetchWays(
+            trial = TransportTrial() if puller is not None else None
+    transports = FetchTransports(
         puller=puller,
         trial=trial,
         shared=transfer in ("auto", "shared_memory"),
@@ -130,7 +130,7 @@ def make_fetching(
         tcp=tcp,
         timeout_s=section.transfer_timeout_s,
     )
-    return PieceFetching(target, ways, holdings, server)
+    return PieceFetching(target, transports, holdings, server)
 
 
 def _may_try_devices(section: RemoteSection, devices: Iterable[Any]) -> bool:
@@ -195,7 +195,7 @@ def _server(
         listen=f"{host}:{section.data_port}",
         ports=ports,
         advertise=advertise,
-        guard=_guard(section, secret),
+        auth=_auth(section, secret),
         silence_s=section.silence_s,
         publish=publish,
     )
@@ -206,5 +206,5 @@ def _host(listen: str, advertise: str | None) -> str:
     return advertised_address(parse_address(listen, what="remote.listen"), advertise).host
 
 
-def _guard(section: RemoteSection, secret: bytes) -> Guard:
-    return Guard(secret=secret, tls=read_tls(section))
+def _auth(section: RemoteSection, secret: bytes) -> PeerAuth:
+    return PeerAuth(secret=secret, tls=read_tls(section))

@@ -12,7 +12,7 @@ and memory allocation."""
 
 
 @dataclass(slots=True)
-class FasterWay:
+class TransportTrial:
     """The first versions are transferred from device to device, the next ones over TCP, and all
     others by the faster of the two, measured from the request to arrays on devices. Used by one
     thread."""
@@ -24,15 +24,15 @@ class FasterWay:
     @property
     def next(self) -> str:
         """The transport to try now."""
-        ways = [way for way in self._rates if way not in self._failed] or [TCP]
-        untried = [way for way in ways if len(self._rates[way]) < TRIES]
-        return untried[0] if untried else max(ways, key=lambda way: max(self._rates[way]))
+        usable = [t for t in self._rates if t not in self._failed] or [TCP]
+        untried = [t for t in usable if len(self._rates[t]) < TRIES]
+        return untried[0] if untried else max(usable, key=lambda t: max(self._rates[t]))
 
-    def took(self, way: str, num_bytes: int, seconds: float) -> None:
+    def record(self, transport: str, num_bytes: int, seconds: float) -> None:
         """Record the transfer of a version by this transport."""
-        if len(self._rates[way]) == TRIES:
+        if len(self._rates[transport]) == TRIES:
             return
-        self._rates[way].append(num_bytes / max(seconds, 1e-9))
+        self._rates[transport].append(num_bytes / max(seconds, 1e-9))
         if not self._chosen and all(len(r) == TRIES for r in self._rates.values()):
             self._chosen = True
             log.info(
@@ -41,8 +41,8 @@ class FasterWay:
                 ", ".join(f"{name} {max(r) / 1e9:.2f}" for name, r in self._rates.items()),
             )
 
-    def failed(self, way: str) -> None:
+    def failed(self, transport: str) -> None:
         """Record a failed transfer by this transport: it is not tried again."""
-        if way not in self._failed:
-            log.warning("remote.transfer=auto does not try %s again", way)
-        self._failed.add(way)
+        if transport not in self._failed:
+            log.warning("remote.transfer=auto does not try %s again", transport)
+        self._failed.add(transport)

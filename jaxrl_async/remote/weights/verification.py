@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_async.errors import WeightsError
 from jaxrl_async.model.spec import Params
 from jaxrl_async.remote.weights.host_sums import host_sum
-from jaxrl_async.remote.weights.locations import read_whereabouts
+from jaxrl_async.remote.weights.locations import read_locations
 from jaxrl_async.remote.weights.protocols import Fetched, Fetching
 from jaxrl_async.weights.manifest import Sums, compare, manifest_of
 
@@ -23,7 +23,7 @@ def fetch_verified(
     sources: Sequence[str],
     abort: threading.Event,
 ) -> Fetched:
-    """Fetch offered weights, and compare all arrays with the trainer's in their final place, if the
+    """Fetch offered weights, and compare all arrays with the trainer's on their devices, if the
     transport has not done this; see protocols.Fetching.
 
     This is not possible if other processes of the sampler hold parts of them: the transport then
@@ -56,9 +56,9 @@ def _compare_sums(params: Params, sent: Sequence[int]) -> None:
 def compare_with_offer(params: Params, where: Mapping[str, object]) -> None:
     """Raise WeightsError unless arrays from another source, complete in this process, equal the
     offered ones."""
-    found, own = read_whereabouts(where), manifest_of(params)
-    compare(found.manifest, own)
-    if found.on_devices:
+    offer, own = read_locations(where), manifest_of(params)
+    compare(offer.manifest, own)
+    if offer.on_devices:
         received = Sums(params).read()
         sums = [] if received is None else received.tolist()
     else:
@@ -69,6 +69,6 @@ def compare_with_offer(params: Params, where: Mapping[str, object]) -> None:
                 jax.tree.leaves(params), boxes, own.entries, strict=True
             )
         ]
-    for (name, _, _), sent, here in zip(own.entries, found.sums, sums, strict=True):
+    for (name, _, _), sent, here in zip(own.entries, offer.sums, sums, strict=True):
         if here != sent:
             raise WeightsError(f"{name!r} differs from the trainer's")

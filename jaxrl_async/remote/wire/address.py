@@ -29,8 +29,8 @@ BY_PORT_KEPT_S = 7 * 24 * 3600.0
 """Age in seconds at which the file of a port is removed if nothing listens on the port, because its
 trainer was killed. A newer file may belong to another container or machine that shares the
 folder."""
-EVERYWHERE = ("0.0.0.0", "::")
-OTHERS = stat.S_IRWXG | stat.S_IRWXO
+ALL_INTERFACES = ("0.0.0.0", "::")
+OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
 """Mode bits that give other users any access to a file."""
 
 
@@ -54,7 +54,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinPlace:
+class JoinAddress:
     """Current address of a trainer, with its run and secret."""
 
     address: Address
@@ -82,7 +82,7 @@ def advertised_address(listening: Address, advertise: str | None) -> Address:
         advertise: remote.advertise: a host, or HOST:PORT if another port is forwarded.
     """
     if advertise is None:
-        host = socket.getfqdn() if listening.host in EVERYWHERE else listening.host
+        host = socket.getfqdn() if listening.host in ALL_INTERFACES else listening.host
         return Address(host, listening.port)
     host = advertise.removeprefix("[").removesuffix("]")
     if _is_ip(host) or ":" not in host:
@@ -115,7 +115,7 @@ def write_join_file(folder: Path, address: Address, run: str, secret: bytes = b"
 
 
 @contextlib.contextmanager
-def known_to_this_user(listening: Address, secret: bytes) -> Iterator[None]:
+def share_secret_by_port(listening: Address, secret: bytes) -> Iterator[None]:
     """Let other processes of this user join by the address alone while the body runs.
 
     Args:
@@ -125,9 +125,9 @@ def known_to_this_user(listening: Address, secret: bytes) -> Iterator[None]:
     path = None
     if secret:
         try:
-            wanted = private_folder(BY_PORT) / f"{listening.port}.json"
-            _remove_forgotten(wanted.parent)
-            path = wanted if _write(wanted, {"secret": secret.decode()}, 0o600) else None
+            file = private_folder(BY_PORT) / f"{listening.port}.json"
+            _remove_stale(file.parent)
+            path = file if _write(file, {"secret": secret.decode()}, 0o600) else None
         except OSError as error:
             log.warning(
                 "samplers find the secret only through --join RUN_FOLDER: %s", in_a_line(error)
@@ -139,7 +139,7 @@ def known_to_this_user(listening: Address, secret: bytes) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def locate_trainer(where: str) -> JoinPlace:
+def locate_trainer(where: str) -> JoinAddress:
     """Return the trainer's current address. Call it again before each retry: it may have changed.
 
     Args:
@@ -152,14 +152,14 @@ def locate_trainer(where: str) -> JoinPlace:
     path = Path(where.removeprefix("file:"))
     if not where.startswith("file:") and not ("/" in where or path.is_dir()):
         address = parse_address(where, what="--join")
-        return JoinPlace(address=address, run=None, secret=_secret_at(address))
+        return JoinAddress(address=address, run=None, secret=_secret_at(address))
     if path.suffix != ".json":
         path = path / JOIN_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         address = parse_address(str(content["address"]), what=str(path))
         secret = _secret_in(path) or _secret_at(address)
-        return JoinPlace(address=address, run=str(content["run"]), secret=secret)
+        return JoinAddress(address=address, run=str(content["run"]), secret=secret)
     except PermissionError as error:
         raise ConfigError(
             f"--join {where}: this user may not read {path}, which holds the secret that the "
@@ -182,7 +182,7 @@ def _secret_at(address: Address) -> bytes:
     return next(filter(None, map(_secret_in, files)), b"")
 
 
-def _remove_forgotten(folder: Path) -> None:
+def _remove_stale(folder: Path) -> None:
     """Remove the files of trainers that were killed."""
     for file in folder.iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -204,17 +204,17 @@ def _secret_in(path: Path) -> bytes:
     file."""
     try:
         with path.open(encoding="utf-8") as file:
-            found = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
             content = json.load(file)
     except (OSError, ValueError, RecursionError):
         return b""
     secret = content.get("secret") if isinstance(content, dict) else None
     if not isinstance(secret, str) or not secret.isascii():
         return b""
-    if found.st_uid != os.geteuid() or found.st_mode & OTHERS:
+    if status.st_uid != os.geteuid() or status.st_mode & OTHER_USERS:
         log.warning(
             "the secret in %s is ignored: another user wrote the file or can read it (owner %d, "
-            "mode %o)", path, found.st_uid, stat.S_IMODE(found.st_mode),
+            "mode %o)", path, status.st_uid, stat.S_IMODE(status.st_mode),
         )  # fmt: skip
         return b""
     return secret.encode()
@@ -226,11 +226,11 @@ def _write(path: Path, content: dict[str, str], mode: int) -> bool:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-        kept = bool(mode & OTHERS) or not os.fstat(file.fileno()).st_mode & OTHERS
-        if kept:
+        is_private = bool(mode & OTHER_USERS) or not os.fstat(file.fileno()).st_mode & OTHER_USERS
+        if is_private:
             file.write(json.dumps(content) + "\n")
-    if kept:
+    if is_private:
         draft.replace(path)
     else:
         draft.unlink()
-    return kept
+    return is_private

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxrl_async.errors import Disconnected, JoinRefused, WrongSecret
-from jaxrl_async.remote.wire.address import JoinPlace, locate_trainer
+from jaxrl_async.remote.wire.address import JoinAddress, locate_trainer
 from jaxrl_async.remote.wire.grpc_link import OPTIONS, PATH, describe_error, grpc, pump_frames
 from jaxrl_async.remote.wire.handshake import HELLO, ask_to_join
 from jaxrl_async.remote.wire.messages import Hello, Welcome
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
 """Pauses between two attempts grow from the first to the longest, seconds."""
-FOUND_S = 10.0
+REREAD_S = 10.0
 """Maximum time to look a secret up again after the trainer has refused it, seconds. A restarted
 trainer listens shortly before it writes its new secret."""
 
@@ -41,7 +41,7 @@ def dial(
     Args:
         where: see address.locate_trainer; looked up before each attempt.
         secret: see secret.read_secret; empty: the secret that the trainer generated for this start,
-            if it did (address.JoinPlace). The session's `secret` was proved by both sides.
+            if it did (address.JoinAddress). The session's `secret` was proved by both sides.
         tls: None: not encrypted.
         timeout_s: maximum time for all attempts.
         stopped: called between two attempts; True ends them.
@@ -52,20 +52,20 @@ def dial(
         ConfigError: `where` cannot be an address, or is on another machine and no secret is set.
     """
     until_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
-    said, refused_s = "", None
+    logged, refused_s = "", None
     while True:
-        found = b""
+        from_file = b""
         try:
-            place = locate_trainer(where)
-            found = b"" if secret else place.secret
-            known = secret or found
-            check_dialled(known, str(place.address), loopback=place.address.is_loopback)
+            trainer = locate_trainer(where)
+            from_file = b"" if secret else trainer.secret
+            known = secret or from_file
+            check_dialled(known, str(trainer.address), loopback=trainer.address.is_loopback)
             left_s = max(until_s - time.monotonic(), 0.1)
-            return _Call(place, hello, tls, limits).join(known, left_s)
+            return _JoinAttempt(trainer, hello, tls, limits).join(known, left_s)
         except (Disconnected, WrongSecret) as error:
             if isinstance(error, WrongSecret):
                 refused_s = refused_s or time.monotonic()
-                if not found or time.monotonic() - refused_s > FOUND_S:
+                if not from_file or time.monotonic() - refused_s > REREAD_S:
                     raise
             else:
                 refused_s = None
@@ -77,21 +77,21 @@ def dial(
                     f"try: {error}. Check that it runs, that the address is right, and that this "
                     "machine can reach it over the network."
                 ) from error
-            if str(error) != said:
-                said = str(error)
-                log.info("no trainer at %s yet (%s); retrying", where, said)
+            if str(error) != logged:
+                logged = str(error)
+                log.info("no trainer at %s yet (%s); retrying", where, logged)
         time.sleep(pause_s * random.uniform(0.7, 1.0))  # samplers of one run come apart
         pause_s = min(pause_s * 1.6, LONGEST_PAUSE_S)
 
 
-class _Call:
+class _JoinAttempt:
     """One attempt."""
 
     def __init__(
-        self, place: JoinPlace, hello: Hello, tls: TlsFiles | None, limits: WireLimits
+        self, trainer: JoinAddress, hello: Hello, tls: TlsFiles | None, limits: WireLimits
     ) -> None:
-        self._place, self._hello, self._limits = place, hello, limits
-        target = str(place.address)
+        self._trainer, self._hello, self._limits = trainer, hello, limits
+        target = str(trainer.address)
         if tls is None:
             self._channel = grpc.insecure_channel(target, options=OPTIONS)
         else:
@@ -104,10 +104,10 @@ class _Call:
         """Perform the handshake and start the session. Raises JoinRefused, Disconnected."""
         try:
             welcome = self._handshake(secret, timeout_s)
-            if self._place.run not in (None, welcome.run):
+            if self._trainer.run not in (None, welcome.run):
                 raise Disconnected(
-                    f"{self._place.address} belongs to the run {welcome.run!r} now, not to "
-                    f"{self._place.run!r}"
+                    f"{self._trainer.address} belongs to the run {welcome.run!r} now, not to "
+                    f"{self._trainer.run!r}"
                 )
         except BaseException:
             self._outgoing.put(iter(()))
@@ -126,30 +126,30 @@ class _Call:
         return session, welcome
 
     def _handshake(self, secret: bytes, timeout_s: float) -> Welcome:
-        late = self._cancel_after(min(timeout_s, self._limits.join_s))
+        timer = self._cancel_after(min(timeout_s, self._limits.join_s))
         steps = ask_to_join(secret, self._hello)
         frame = next(steps)
         try:
             while True:
                 self._outgoing.put(frame)
                 if frame.startswith(HELLO):  # the trainer is alive, and may be busy
-                    late.cancel()
-                    late = self._cancel_after(timeout_s)
+                    timer.cancel()
+                    timer = self._cancel_after(timeout_s)
                 answer = next(self._incoming, None)
                 if answer is None:
-                    raise Disconnected(f"{self._place.address} hung up")
+                    raise Disconnected(f"{self._trainer.address} hung up")
                 frame = steps.send(answer)
         except StopIteration as done:
             return done.value
         except ValueError as error:
             raise JoinRefused(
-                f"{self._place.address} is not a compatible trainer: {error}"
+                f"{self._trainer.address} is not a compatible trainer: {error}"
             ) from None
         except grpc.RpcError as error:
             failure = self._failure(error)
             error.__traceback__ = None  # its frames would keep the call, see join
         finally:
-            late.cancel()
+            timer.cancel()
         raise failure  # here: an error's context would keep gRPC's, which is the call itself
 
     def _cancel(self) -> None:
@@ -168,13 +168,13 @@ class _Call:
         code = error.code() if isinstance(error, grpc.Call) else None
         if code == grpc.StatusCode.CANCELLED:  # by this side, which waited long enough
             return Disconnected(
-                f"{self._place.address} gave no answer in time; another program may listen there"
+                f"{self._trainer.address} gave no answer in time; another program may listen there"
             )
         if code == grpc.StatusCode.UNIMPLEMENTED:
-            return JoinRefused(f"{self._place.address} is not a trainer of jaxrl_async: {text}")
+            return JoinRefused(f"{self._trainer.address} is not a trainer of jaxrl_async: {text}")
         if "CERTIFICATE_VERIFY_FAILED" in text:
             return JoinRefused(
-                f"the certificate of {self._place.address} does not match remote.tls_authority, "
+                f"the certificate of {self._trainer.address} does not match remote.tls_authority, "
                 f"or does not contain this name: {text}"
             )
         return Disconnected(text)

@@ -105,7 +105,7 @@ class FrameInbox:
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
         self._pieces: list[bytes] = []  # of a large message
-        self._come = 0  # bytes of them received so far
+        self._received_bytes = 0  # of these pieces
         self._size = 0  # of the whole message
 
     def take(self, frame: bytes) -> Iterator[memoryview | Bye]:
@@ -146,14 +146,14 @@ class FrameInbox:
             raise ValueError("a message begins within another one")
         self._size = size
         self._pieces.append(bytes(content[_LARGE.size :]))
-        self._come += len(self._pieces[-1])
-        if self._come > size:
+        self._received_bytes += len(self._pieces[-1])
+        if self._received_bytes > size:
             raise ValueError("a message is longer than announced")
-        if self._come < size and len(self._pieces[-1]) < LEAST_PIECE:
+        if self._received_bytes < size and len(self._pieces[-1]) < LEAST_PIECE:
             raise ValueError(f"a piece of {len(self._pieces[-1])} bytes, which is not the last")
-        if self._come == size:
+        if self._received_bytes == size:
             whole = b"".join(self._pieces)
-            self._pieces, self._come = [], 0
+            self._pieces, self._received_bytes = [], 0
             yield memoryview(whole)
 
     def _check_size(self, size: int) -> None:

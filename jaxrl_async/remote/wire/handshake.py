@@ -56,8 +56,8 @@ def admit_sampler(secret: bytes) -> Generator[bytes, bytes, Hello]:
     protocol, package, theirs = _read_open((yield b""))
     _check_versions(protocol, package)
     mine = new_nonce()
-    given = _content((yield _open_frame(mine)), PROOF, PROOF_BYTES)
-    if not is_proof(given, proof(secret, PURPOSE, b"asks", theirs, mine)):
+    received = _content((yield _open_frame(mine)), PROOF, PROOF_BYTES)
+    if not is_proof(received, proof(secret, PURPOSE, b"asks", theirs, mine)):
         raise WrongSecret(WRONG_SECRET)
     frame = yield PROOF + proof(secret, PURPOSE, b"answers", theirs, mine)
     hello = codec.loads(memoryview(_content(frame, HELLO, HELLO_BYTES)), (Hello,))
@@ -72,12 +72,12 @@ def ask_to_join(secret: bytes, hello: Hello) -> Generator[bytes, bytes, Welcome]
     """Perform the sampler's part; return the Welcome. Raises JoinRefused with the trainer's reason,
     and ValueError for bytes that no trainer sends."""
     mine = new_nonce()
-    _, _, theirs = _read_open(_unless_refused((yield _open_frame(mine))))
-    answer = _unless_refused((yield PROOF + proof(secret, PURPOSE, b"asks", mine, theirs)))
-    given = _content(answer, PROOF, PROOF_BYTES)
-    if not is_proof(given, proof(secret, PURPOSE, b"answers", mine, theirs)):
+    _, _, theirs = _read_open(_check_refused((yield _open_frame(mine))))
+    answer = _check_refused((yield PROOF + proof(secret, PURPOSE, b"asks", mine, theirs)))
+    received = _content(answer, PROOF, PROOF_BYTES)
+    if not is_proof(received, proof(secret, PURPOSE, b"answers", mine, theirs)):
         raise WrongSecret(WRONG_SECRET)
-    frame = _unless_refused((yield HELLO + codec.dumps(hello).tobytes()))
+    frame = _check_refused((yield HELLO + codec.dumps(hello).tobytes()))
     welcome = codec.loads(memoryview(_content(frame, WELCOME, FRAME_BYTES)), (Welcome,))
     if not isinstance(welcome, Welcome):
         raise ValueError("no Welcome")
@@ -123,11 +123,11 @@ def _check_texts(hello: Hello) -> None:
                 )
 
 
-def _unless_refused(frame: bytes) -> bytes:
+def _check_refused(frame: bytes) -> bytes:
     if frame[:1] == REFUSED:
         text = frame[1 : 1 + REASON_BYTES].decode("utf-8", "replace")
-        refused = WrongSecret if text == WRONG_SECRET else JoinRefused
-        raise refused(printable(text))
+        error_class = WrongSecret if text == WRONG_SECRET else JoinRefused
+        raise error_class(printable(text))
     return frame
 
 

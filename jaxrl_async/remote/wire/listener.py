@@ -1,8 +1,8 @@
 """The trainer's side of connections: listens and admits samplers that know the secret.
 
 Traffic that is not HTTP/2 never reaches Python: gRPC drops it after join_s at the latest. A gRPC
-client without the secret has a few bytes read within join_s. It takes one of max_joining places,
-which newcomers can take from it (strangers.py).
+client without the secret has a few bytes read within join_s. It counts towards max_joining, and
+newer connections can replace it (pending_connections.py).
 """
 
 import logging
@@ -27,9 +27,13 @@ from jaxrl_async.remote.wire.grpc_link import (
 )
 from jaxrl_async.remote.wire.handshake import admit_sampler, refused_frame, welcome_frame
 from jaxrl_async.remote.wire.messages import Hello, Welcome
+from jaxrl_async.remote.wire.pending_connections import (
+    PendingConnection,
+    PendingConnections,
+    Refusals,
+)
 from jaxrl_async.remote.wire.secret import check_secret
 from jaxrl_async.remote.wire.session import WireLimits, WireSession
-from jaxrl_async.remote.wire.strangers import Refusals, Stranger, Strangers
 from jaxrl_async.remote.wire.tls import TlsFiles
 
 log = logging.getLogger(__name__)
@@ -73,10 +77,10 @@ class Hub:
         on_join: OnJoin,
         on_bound: Callable[[Address], None] = lambda address: None,
     ) -> None:
-        wanted = parse_address(listen, what="remote.listen")
-        check_secret(secret, listen, loopback=wanted.is_loopback)
+        requested = parse_address(listen, what="remote.listen")
+        check_secret(secret, listen, loopback=requested.is_loopback)
         self._secret, self._limits, self._on_join = secret, limits, on_join
-        self._strangers = Strangers(limits.max_joining)
+        self._pending = PendingConnections(limits.max_joining)
         self._lock = threading.Lock()
         self._sessions: set[WireSession] = set()
         self._closing = False
@@ -86,7 +90,7 @@ class Hub:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
         )
-        self.address = Address(wanted.host, _bind(self._server, wanted, tls))
+        self.address = Address(requested.host, _bind(self._server, requested, tls))
         """Address at which it listens."""
         on_bound(self.address)
         self._server.start()
@@ -115,19 +119,19 @@ class Hub:
 
     def _serve(self, incoming: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Serve one connection: yield the frames to send."""
-        late = threading.Timer(self._limits.join_s, context.cancel)
-        late.daemon = True
-        late.start()
+        timer = threading.Timer(self._limits.join_s, context.cancel)
+        timer.daemon = True
+        timer.start()
         try:
-            with self._strangers.place(_host(context.peer()), context.cancel) as stranger:
-                hello = yield from self._admit(incoming, context.peer(), stranger)
+            with self._pending.track(_host(context.peer()), context.cancel) as pending:
+                hello = yield from self._admit(incoming, context.peer(), pending)
         finally:
-            late.cancel()
+            timer.cancel()
         if hello is not None:
             yield from self._joined(hello, incoming, context)
 
     def _admit(
-        self, incoming: Iterator[bytes], peer: str, stranger: Stranger
+        self, incoming: Iterator[bytes], peer: str, pending: PendingConnection
     ) -> Generator[bytes, None, Hello | None]:
         """Yield the frames of the handshake; return the Hello, or None."""
         steps = admit_sampler(self._secret)
@@ -138,7 +142,7 @@ class Hub:
                 if frame is None:
                     raise ValueError("hung up")
                 answer = steps.send(frame)
-                stranger.greeted = True
+                pending.greeted = True
                 yield answer
         except StopIteration as done:
             return done.value
@@ -169,9 +173,9 @@ class Hub:
             return
         session.on_end(lambda _: self._forget(session))
         session.start()
-        gone = f"{session.peer} is gone: its connection broke"
-        if not context.add_callback(lambda: session.lost(gone)):
-            session.lost(gone)
+        reason = f"{session.peer} is gone: its connection broke"
+        if not context.add_callback(lambda: session.lost(reason)):
+            session.lost(reason)
         yield welcome
         threading.Thread(
             target=pump_frames, args=(incoming, session), name=f"read {hello.name}", daemon=True
@@ -224,19 +228,19 @@ def _make_server(limits: WireLimits) -> grpc.Server:
     return grpc.server(_DaemonThreads(), options=options, maximum_concurrent_rpcs=most)
 
 
-def _half_of_files(wanted: int) -> int:
-    """Return half of the limit of open files of this process; raise the limit to twice the wanted
+def _half_of_files(connections: int) -> int:
+    """Return half of the limit of open files of this process; raise the limit to twice this
     number if the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 2**30
-    most = 2 * wanted if hard == resource.RLIM_INFINITY else min(2 * wanted, hard)
+    most = 2 * connections if hard == resource.RLIM_INFINITY else min(2 * connections, hard)
     if soft < most:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             log.info("raised this process's limit of open files to %d, from %d", most, soft)
             soft = most
-    if soft < 2 * wanted:
+    if soft < 2 * connections:
         log.info(
             "%d open files (ulimit -n) allow %d sampler connections",
             soft,
@@ -245,17 +249,17 @@ def _half_of_files(wanted: int) -> int:
     return max(1, soft // 2)
 
 
-def _bind(server: grpc.Server, wanted: Address, tls: TlsFiles | None) -> int:
+def _bind(server: grpc.Server, address: Address, tls: TlsFiles | None) -> int:
     """Start listening; return the port."""
     try:
         if tls is None:
-            return server.add_insecure_port(str(wanted))
+            return server.add_insecure_port(str(address))
         credentials = grpc.ssl_server_credentials(
             [(tls.key, tls.certificate)], tls.authority, require_client_auth=True
         )
-        return server.add_secure_port(str(wanted), credentials)
+        return server.add_secure_port(str(address), credentials)
     except RuntimeError as error:
         raise ConfigError(
-            f"remote.listen={wanted}: cannot listen there; choose another port (0 takes a "
+            f"remote.listen={address}: cannot listen there; choose another port (0 takes a "
             f"free one), or an address of this machine"
         ) from error

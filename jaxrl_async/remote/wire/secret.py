@@ -46,7 +46,7 @@ def check_secret(secret: bytes, host: str, *, loopback: bool) -> None:
     if not is_strong(secret) and not loopback:
         raise ConfigError(
             f"remote.listen={host} can be reached from other machines, and the shared secret "
-            f"{_lack(secret)}: set the environment variable {SECRET_VARIABLE} to the same long "
+            f"{_weakness(secret)}: set the environment variable {SECRET_VARIABLE} to the same long "
             "random value here and for every sampler (for example the output of `openssl rand "
             "-hex 32`), or listen on 127.0.0.1."
         )
@@ -61,7 +61,7 @@ def check_dialled(secret: bytes, where: str, *, loopback: bool) -> None:
     if not is_strong(secret) and not loopback:
         raise ConfigError(
             f"--join {where}: a trainer on another machine can be joined only with a shared "
-            f"secret, and the secret here {_lack(secret)}. Set the environment variable "
+            f"secret, and the secret here {_weakness(secret)}. Set the environment variable "
             f"{SECRET_VARIABLE} to the same value for the trainer and here (for example the output "
             "of `openssl rand -hex 32`). For a trainer on loopback on this machine, give "
             "the run's folder instead: its join.json holds the secret."
@@ -84,25 +84,25 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def proof(secret: bytes, purpose: bytes, side: bytes, asked: bytes, answered: bytes) -> bytes:
+def proof(secret: bytes, purpose: bytes, side: bytes, asker: bytes, answerer: bytes) -> bytes:
     """Return the proof of knowing the secret.
 
     Args:
         purpose: what the connection is for.
         side: b"asks" or b"answers": the side that sends the proof.
-        asked, answered: the nonces of the two sides.
+        asker, answerer: the nonces of the two sides.
     """
     return hmac.digest(
-        secret, b"\0".join((b"jaxrl_async", purpose, side, asked + answered)), "sha256"
+        secret, b"\0".join((b"jaxrl_async", purpose, side, asker + answerer)), "sha256"
     )
 
 
-def is_proof(given: bytes, wanted: bytes) -> bool:
+def is_proof(received: bytes, expected: bytes) -> bool:
     """Compare two proofs in constant time."""
-    return hmac.compare_digest(given, wanted)
+    return hmac.compare_digest(received, expected)
 
 
-def prove_to(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: float) -> None:
+def prove_secret(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: float) -> None:
     """Prove the secret over a connection that this process opened, and check the other side's
     proof.
 
@@ -115,24 +115,24 @@ def prove_to(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: f
     sock.sendall(mine)
     theirs = receive_by(sock, NONCE_BYTES, until_s)
     sock.sendall(proof(secret, purpose, b"asks", mine, theirs))
-    given = receive_by(sock, PROOF_BYTES, until_s)
-    if not is_proof(given, proof(secret, purpose, b"answers", mine, theirs)):
+    received = receive_by(sock, PROOF_BYTES, until_s)
+    if not is_proof(received, proof(secret, purpose, b"answers", mine, theirs)):
         raise WrongSecret(WRONG_SECRET)
     sock.settimeout(None)
 
 
-def check_of(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: float) -> None:
+def check_proof(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s: float) -> None:
     """Perform the answering side's part, over a connection that this process accepted.
 
-    Raises as `prove_to`; the caller must then close the socket.
+    Raises as `prove_secret`; the caller must then close the socket.
     """
     until_s = time.monotonic() + timeout_s
     mine = new_nonce()
     sock.settimeout(timeout_s)
     theirs = receive_by(sock, NONCE_BYTES, until_s)
     sock.sendall(mine)
-    given = receive_by(sock, PROOF_BYTES, until_s)
-    if not is_proof(given, proof(secret, purpose, b"asks", theirs, mine)):
+    received = receive_by(sock, PROOF_BYTES, until_s)
+    if not is_proof(received, proof(secret, purpose, b"asks", theirs, mine)):
         raise WrongSecret(WRONG_SECRET)
     sock.sendall(proof(secret, purpose, b"answers", theirs, mine))
     sock.settimeout(None)
@@ -146,7 +146,7 @@ def receive_by(sock: socket.socket, count: int, until_s: float) -> bytes:
     """
     got = b""
     while len(got) < count:
-        sock.settimeout(left_of(until_s))
+        sock.settimeout(seconds_left(until_s))
         try:
             more = sock.recv(count - len(got))
         except TimeoutError:
@@ -157,7 +157,7 @@ def receive_by(sock: socket.socket, count: int, until_s: float) -> bytes:
     return got
 
 
-def left_of(until_s: float) -> float:
+def seconds_left(until_s: float) -> float:
     """Return the seconds until a time of time.monotonic(). Raises JoinRefused if it has passed."""
     left_s = until_s - time.monotonic()
     if left_s <= 0:
@@ -165,6 +165,6 @@ def left_of(until_s: float) -> float:
     return left_s
 
 
-def _lack(secret: bytes) -> str:
+def _weakness(secret: bytes) -> str:
     """Describe why a secret is not strong."""
     return f"is shorter than {LEAST_BYTES} characters" if secret else "is missing"

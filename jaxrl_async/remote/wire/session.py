@@ -79,13 +79,13 @@ class WireSession:
         self._handlers: dict[type, Callable[[Any], None]] = {}
         self._callbacks: list[Callable[[str], None]] = []
         self._ended: str | None = None
-        self._bye_sent = self._bye_came = self._over = self._told = False
+        self._bye_sent = self._bye_received = self._over = self._end_reported = False
         self._deliver = True  # False: received messages are dropped
-        self._heard = self._taken = 0  # frames received and sent, to detect progress
-        self._full = False  # True while the reader waits for space
-        self._seen = (0, 0)  # _heard and _taken at the last check
-        self._looked_s = time.monotonic()
-        self._unheard_s = self._untaken_s = 0.0  # time without a received or sent frame
+        self._num_received = self._num_sent = 0  # frames received and sent, to detect progress
+        self._inbox_full = False  # True while the reader waits for space
+        self._seen = (0, 0)  # _num_received and _num_sent at the last check
+        self._checked_s = time.monotonic()
+        self._receive_idle_s = self._send_idle_s = 0.0  # time without a received or sent frame
 
     @property
     def peer(self) -> str:
@@ -101,7 +101,7 @@ class WireSession:
         """Start delivering and watching."""
         name = f"deliver {self._peer}"
         threading.Thread(target=self._dispatch, name=name, daemon=True).start()
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         WATCH.add(self)
 
     def use_limits(self, limits: WireLimits) -> None:
@@ -158,7 +158,7 @@ class WireSession:
     def on_end(self, callback: Callable[[str], None]) -> None:
         """See ports.Session."""
         with self._changed:
-            if not self._told:
+            if not self._end_reported:
                 self._callbacks.append(callback)
                 return
         callback(self._ended or "")
@@ -182,18 +182,18 @@ class WireSession:
         with self._changed:
             return self._changed.wait_for(lambda: self._over, timeout_s)
 
-    def says_something(self, timeout_s: float) -> bool:
+    def wait_for_frame(self, timeout_s: float) -> bool:
         """Wait for a frame; return False if none arrives in this time or the session is over.
 
         A correct, live peer sends a beat within silence_s / BEATS. While this side has no space for
         received messages, the peer counts as alive.
         """
         with self._changed:
-            heard = self._heard
+            before = self._num_received
             self._changed.wait_for(
-                lambda: self._over or self._full or self._heard != heard, timeout_s
+                lambda: self._over or self._inbox_full or self._num_received != before, timeout_s
             )
-            return not self._over and (self._full or self._heard != heard)
+            return not self._over and (self._inbox_full or self._num_received != before)
 
     # ---- for the stream
 
@@ -201,7 +201,7 @@ class WireSession:
         """Yield the frames to send; block until the next one is ready."""
         while True:
             with self._changed:
-                self._taken += 1
+                self._num_sent += 1
                 if not self._outbox and self._ended is None and not self._over:
                     self._changed.wait(self._limits.silence_s / BEATS)
                 if self._over or self._bye_sent:
@@ -215,7 +215,7 @@ class WireSession:
                     frame = BEAT_FRAME
             yield frame
         with self._changed:
-            while not (self._bye_came or self._over):  # the stream stays open for the other side
+            while not (self._bye_received or self._over):  # the other side may still send
                 self._changed.wait()
 
     def take(self, frame: bytes) -> None:
@@ -232,7 +232,7 @@ class WireSession:
             # alive: after this side's last frame, a correct peer sends its remaining messages and
             # no beats
             over = not self._deliver or (self._bye_sent and frame == BEAT_FRAME)
-            self._heard += is_bye or not over
+            self._num_received += is_bye or not over
             self._changed.notify_all()
 
     def lost(self, reason: str) -> None:
@@ -253,20 +253,20 @@ class WireSession:
         with self._changed:
             self._ended, self._over = reason, True
             self._changed.notify_all()
-        self._tell()
+        self._report_end()
 
     def _take_item(self, item: memoryview | Bye) -> None:
         with self._changed:
             if isinstance(item, Bye):
-                self._bye_came = True
+                self._bye_received = True
                 if self._ended is None:
                     self._ended = item.reason
             else:
-                self._full = True
+                self._inbox_full = True
                 cost = len(item) + MESSAGE_COST
                 while not self._over and self._no_room(self._arrived_bytes, cost):
                     self._changed.wait()
-                self._full = False
+                self._inbox_full = False
                 if self._deliver:
                     self._arrived.append(item)
                     self._arrived_bytes += cost
@@ -302,7 +302,7 @@ class WireSession:
                 self._refuse_rest(f"handling of a {type(message).__name__} failed: {error}")
         if unhandled:
             log.warning("%s has ended; %d of its messages had no handler", self._peer, unhandled)
-        self._tell()
+        self._report_end()
 
     def _next_arrived(self) -> memoryview | None:
         with self._changed:
@@ -331,9 +331,9 @@ class WireSession:
             self._arrived_bytes = 0
             self._changed.notify_all()
 
-    def _tell(self) -> None:
+    def _report_end(self) -> None:
         with self._changed:
-            self._told = True
+            self._end_reported = True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
@@ -342,11 +342,11 @@ class WireSession:
                 log.exception("a callback at the end of the session with %s failed", self._peer)
 
     @property
-    def look_s(self) -> float:
+    def check_s(self) -> float:
         """Interval between two checks for traffic, seconds."""
         return self._limits.silence_s / (2 * BEATS)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Close the stream if nothing has been received or nothing sent for silence_s.
 
         Time in which this process itself was stopped counts as one interval: it says nothing about
@@ -354,19 +354,19 @@ class WireSession:
         """
         with self._changed:
             over = self._over
-            now_s, now, seen = time.monotonic(), (self._heard, self._taken), self._seen
-            full, said_all = self._full, self._bye_sent
+            now_s, now, seen = time.monotonic(), (self._num_received, self._num_sent), self._seen
+            full, bye_sent = self._inbox_full, self._bye_sent
         if over:  # it ended before it was added
             WATCH.remove(self)
             return
-        passed_s = min(now_s - self._looked_s, 2 * self.look_s)
-        self._looked_s, self._seen = now_s, now
-        self._unheard_s = 0.0 if now[0] != seen[0] or full else self._unheard_s + passed_s
-        self._untaken_s = 0.0 if now[1] != seen[1] or said_all else self._untaken_s + passed_s
+        passed_s = min(now_s - self._checked_s, 2 * self.check_s)
+        self._checked_s, self._seen = now_s, now
+        self._receive_idle_s = 0.0 if now[0] != seen[0] or full else self._receive_idle_s + passed_s
+        self._send_idle_s = 0.0 if now[1] != seen[1] or bye_sent else self._send_idle_s + passed_s
         silence_s = self._limits.silence_s
-        if self._unheard_s > silence_s:
+        if self._receive_idle_s > silence_s:
             self.lost(f"nothing heard of {self._peer} for {silence_s:g} s")
-        elif self._untaken_s > silence_s:
+        elif self._send_idle_s > silence_s:
             self.lost(f"{self._peer} has taken nothing for {silence_s:g} s")
 
 
@@ -382,7 +382,7 @@ class Watch:
     def add(self, session: WireSession) -> None:
         """Start checking a session, or apply its new interval."""
         with self._changed:
-            self._due[session] = time.monotonic() + session.look_s
+            self._due[session] = time.monotonic() + session.check_s
             if not self._runs:
                 threading.Thread(target=self._run, name="watch sessions", daemon=True).start()
                 self._runs = True
@@ -408,11 +408,11 @@ class Watch:
                     continue
                 due = [session for session, at_s in self._due.items() if at_s <= now_s]
                 for session in due:  # rounded to a multiple: many are checked together
-                    look_s = session.look_s
-                    self._due[session] = (now_s // look_s + 1) * look_s
+                    check_s = session.check_s
+                    self._due[session] = (now_s // check_s + 1) * check_s
             for session in due:
                 try:
-                    session.look()
+                    session.check()
                 except Exception:  # the others are still checked
                     log.exception("checking the session with %s failed", session.peer)
 

@@ -57,14 +57,14 @@ def _check(kind: Any) -> Check:
     if dataclasses.is_dataclass(kind):
         return _record_check(typing.cast(type, kind))
     if kind is float:  # an int is accepted
-        return lambda value: None if type(value) in (float, int) else _is_a(value, float)
+        return lambda value: None if type(value) in (float, int) else _wrong_type(value, float)
     if kind in (int, str, bool, type(None)) or issubclass(kind, Enum):
-        return lambda value: None if type(value) is kind else _is_a(value, kind)
+        return lambda value: None if type(value) is kind else _wrong_type(value, kind)
     raise TypeError(f"a message cannot have a field of {kind}")
 
 
-def _is_a(value: object, wanted: type) -> str:
-    return f" is a {type(value).__name__}, not a {wanted.__name__}"
+def _wrong_type(value: object, expected: type) -> str:
+    return f" is a {type(value).__name__}, not a {expected.__name__}"
 
 
 @lru_cache(maxsize=1024)
@@ -74,7 +74,7 @@ def _record_check(kind: type) -> Check:
 
     def check(value: object) -> str | None:
         if type(value) is not kind:
-            return _is_a(value, kind)
+            return _wrong_type(value, kind)
         for name, fits in checks:
             wrong = fits(getattr(value, name))
             if wrong is not None:
@@ -108,7 +108,7 @@ def _tuple_check(args: tuple[object, ...]) -> Check:
 
     def check(value: object) -> str | None:
         if type(value) is not tuple:
-            return _is_a(value, tuple)
+            return _wrong_type(value, tuple)
         if not any_length and len(value) != len(checks):
             return f" has {len(value)} entries, not {len(checks)}"
         for index, item in enumerate(value):
@@ -125,7 +125,7 @@ def _mapping_check(arg: object) -> Check:
 
     def check(value: object) -> str | None:
         if type(value) is not dict:
-            return _is_a(value, dict)
+            return _wrong_type(value, dict)
         for key, item in value.items():
             wrong = fits(item)
             if wrong is not None:
@@ -143,8 +143,8 @@ def _array_check(kind: Any) -> Check:
 
     def check(value: object) -> str | None:
         if type(value) is not np.ndarray:
-            return _is_a(value, np.ndarray)
-        if not _is_of(value.dtype, family):
+            return _wrong_type(value, np.ndarray)
+        if not _is_kind_of(value.dtype, family):
             return f" is an array of {value.dtype}, not of {family.__name__}"
         return None
 
@@ -152,5 +152,5 @@ def _array_check(kind: Any) -> Check:
 
 
 @lru_cache(maxsize=256)
-def _is_of(dtype: np.dtype[Any], family: type) -> bool:
+def _is_kind_of(dtype: np.dtype[Any], family: type) -> bool:
     return np.issubdtype(dtype, family) or (family is np.floating and dtype.name in ML_DTYPES)

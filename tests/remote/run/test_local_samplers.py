@@ -19,7 +19,7 @@ from jaxrl_async.run.pinning import ProcessPlacement
 
 pytestmark = pytest.mark.full
 
-PLACES = (
+PLACEMENTS = (
     ProcessPlacement(environment={"CHIP": "0"}, cores=(0,)),
     ProcessPlacement(environment={"CHIP": "1"}),
 )
@@ -40,11 +40,11 @@ class Made:
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         patch.setattr(local_samplers.sys, "executable", str(program))
-        patch.setattr(local_samplers, "LOOK_S", 0.01)
+        patch.setattr(local_samplers, "POLL_S", 0.01)
         self.counted: Counter[str] = Counter()
         self.samplers = LocalSamplers(
             address="127.0.0.1:7",
-            places=PLACES,
+            placements=PLACEMENTS,
             faults=FaultsSection(sampler_restarts=restarts, backoff_s=0.01),
             secret="word",
             logs=folder / "samplers",

@@ -42,7 +42,7 @@ def members(folder: Path, *settings: str) -> Iterator[Members]:
 def a_process(where: Members, silence_s: float = 20.0) -> Iterator["subprocess.Popen[str]"]:
     """Start a sampler called echo."""
     child = subprocess.Popen(
-        [sys.executable, str(PEER), str(where.here), "echo", str(silence_s)],
+        [sys.executable, str(PEER), str(where.local_address), "echo", str(silence_s)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -120,7 +120,7 @@ def test_of_two_that_ask_for_the_name_of_one_that_is_lost_one_gets_it(tmp_path: 
 def test_one_whose_connection_broke_joins_again_at_once(tmp_path: Path) -> None:
     def join(trainer: Members, instance: str) -> WireSession:
         session, _ = dial(
-            str(trainer.here),
+            str(trainer.local_address),
             Hello(name="s", instance=instance),
             secret=b"",
             tls=None,
@@ -142,7 +142,7 @@ def test_one_whose_connection_broke_joins_again_at_once(tmp_path: Path) -> None:
 def test_samplers_that_take_nothing_are_sent_away_within_one_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxrl_async.remote.run.members.GOODBYE_S", 0.2)
+    monkeypatch.setattr("jaxrl_async.remote.run.members.LEAVE_S", 0.2)
     with members(tmp_path, "remote.silence_s=600") as trainer, a_process(trainer, 600) as child:
         assert said(child) == "joined addition"
         child.send_signal(signal.SIGSTOP)
@@ -173,7 +173,7 @@ def test_a_trace_is_asked_for_without_waiting_for_a_sampler_that_takes_nothing(
     lines = {"a": Line("full"), "b": Line(), "c": Line("ended")}
     with members(tmp_path) as trainer:
         trainer._joined.update({name: (line, Hello(name=name)) for name, line in lines.items()})
-        trainer._drawing.update(lines)
+        trainer._generating.update(lines)
         trainer.profile(3, on=True)
         lines["a"].fault = None
         trainer.profile(3, on=False)

@@ -33,8 +33,8 @@ from jaxrl_async.ports.run import Unrecorded
 from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.remote.sampler.follower import follow
 from jaxrl_async.remote.sampler.joint_weights import JointWeights, OfferRelay
-from jaxrl_async.remote.sampler.leader import FollowerCrew, leading_sampler
-from jaxrl_async.remote.sampler.rendezvous import FollowerHub, LeaderPlace, dial_leader
+from jaxrl_async.remote.sampler.leader import FollowerGroup, leading_sampler
+from jaxrl_async.remote.sampler.rendezvous import FollowerHub, LeaderAddress, dial_leader
 from jaxrl_async.remote.wire.messages import Live, Offer, Staged, Welcome
 from jaxrl_async.remote.wire.session import WireLimits
 from jaxrl_async.remote.wire.session_port import Session
@@ -176,17 +176,17 @@ class Record(Unrecorded):
 def lead(case: Case, host: str, mesh: Mesh) -> dict[str, Any]:
     """Lead the sampler through the case; return what was drawn."""
     hub = FollowerHub(jax.process_count(), WELCOME, limits=LIMITS, listen="127.0.0.1:0")
-    LeaderPlace.told(hub, host, leads=True)
-    crew = FollowerCrew(hub.wait_for_all(WAIT_S))
+    LeaderAddress.broadcast(hub, host, leads=True)
+    followers = FollowerGroup(hub.wait_for_all(WAIT_S))
     pair, record = session_pair(limits=LIMITS), Record()
-    settings = SamplerSettings(followers=crew, schedule=record, probe=PROBE)
+    settings = SamplerSettings(followers=followers, schedule=record, probe=PROBE)
     setup = setup_of(case, mesh, settings)
-    crew.wait_ready(setup, WAIT_S)
-    relay = OfferRelay(pair.sampler, crew.sessions)
+    followers.wait_ready(setup, WAIT_S)
+    relay = OfferRelay(pair.sampler, followers.sessions)
     joint = JointWeights(relay, OfferedWeights(relay, mesh))
     live = Lives(pair.trainer)
     live.offer(0)
-    sampler = leading_sampler(setup, crew, joint.first(WAIT_S), joint)
+    sampler = leading_sampler(setup, followers, joint.first(WAIT_S), joint)
     if case.endless:
         draw_for_ever(sampler)
     with sampler:
@@ -295,9 +295,9 @@ def shown(done: Completion) -> list[list[float]]:
 
 def follow_case(case: Case, process: int, mesh: Mesh) -> None:
     """Follow the first process through the case."""
-    place = LeaderPlace.told(None, leads=False)
-    assert place is not None
-    session, _ = dial_leader(place, process, limits=LIMITS, timeout_s=WAIT_S)
+    leader = LeaderAddress.broadcast(None, leads=False)
+    assert leader is not None
+    session, _ = dial_leader(leader, process, limits=LIMITS, timeout_s=WAIT_S)
     setup = setup_of(case, mesh, SamplerSettings(probe=PROBE))
     follow(session, setup, OfferedWeights(session, mesh), process=process)
 
@@ -315,7 +315,7 @@ def main(coordinator: str, index: int, cases: list[dict[str, Any]], folder: Path
         else:
             found = lead(case, "127.0.0.1", mesh)
             (folder / f"{number}.json").write_text(json.dumps(found))
-    assert LeaderPlace.told(None, leads=not index) is None, "no further case"
+    assert LeaderAddress.broadcast(None, leads=not index) is None, "no further case"
     print("done", flush=True)
 
 

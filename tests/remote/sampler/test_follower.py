@@ -28,7 +28,7 @@ from jaxrl_async.errors import Disconnected, JoinRefused, RolloutError
 from jaxrl_async.remote.sampler import follower as following
 from jaxrl_async.remote.sampler.follower import follow
 from jaxrl_async.remote.sampler.joint_weights import JointWeights, OfferRelay
-from jaxrl_async.remote.sampler.leader import FollowerCrew, leading_sampler
+from jaxrl_async.remote.sampler.leader import FollowerGroup, leading_sampler
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.testing.session_pair import session_pair
@@ -47,11 +47,11 @@ class Two:
         self.lost: list[str] = []
         self.asked: list[str] = []
         self.ended = threading.Event()
-        self.crew = FollowerCrew(
-            [self.pair.trainer], lost=self.note_lost, asked_to_leave=self.asked.append
+        self.others = FollowerGroup(
+            [self.pair.trainer], lost=self.note_lost, on_leave=self.asked.append
         )
-        self.setup = setup_of(CASE, meshes[0], SamplerSettings(followers=self.crew))
-        relay = OfferRelay(at_trainer.sampler, self.crew.sessions)
+        self.setup = setup_of(CASE, meshes[0], SamplerSettings(followers=self.others))
+        relay = OfferRelay(at_trainer.sampler, self.others.sessions)
         self.joint = JointWeights(relay, OfferedWeights(relay, meshes[0]))
         self.lives = Lives(at_trainer.trainer)
         pool = ThreadPoolExecutor(1)
@@ -71,8 +71,8 @@ class Two:
         self.ended.set()
 
     def begun(self) -> Sampler:
-        self.crew.wait_ready(self.setup, WAIT_S)
-        return leading_sampler(self.setup, self.crew, self.joint.first(WAIT_S), self.joint)
+        self.others.wait_ready(self.setup, WAIT_S)
+        return leading_sampler(self.setup, self.others, self.joint.first(WAIT_S), self.joint)
 
 
 @pytest.mark.exhaustive
@@ -101,8 +101,8 @@ def test_a_follower_plays_what_the_leader_takes_in_until_it_is_dismissed():
 def test_a_follower_that_was_made_otherwise_is_refused():
     two = Two(replace(CASE, section={"block": 8}))
     with pytest.raises(JoinRefused, match=r"process 1.*different settings"):
-        two.crew.wait_ready(two.setup, WAIT_S)
-    two.crew.dismiss()
+        two.others.wait_ready(two.setup, WAIT_S)
+    two.others.dismiss()
     two.follower.result(WAIT_S)
 
 
@@ -132,7 +132,7 @@ def test_the_end_of_the_leader_ends_the_follower():
 
 def test_a_follower_that_must_go_asks_the_leader_to_leave():
     told = threading.Event()
-    two = Two(told_to_go=told)
+    two = Two(must_leave=told)
     with two.begun() as sampler:
         told.set()
         while not two.asked:

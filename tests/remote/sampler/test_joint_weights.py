@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.errors import Closed, WeightsError
 from jaxrl_async.ports.weights import FixedWeights
-from jaxrl_async.remote.sampler.follower import taken_version
+from jaxrl_async.remote.sampler.follower import take_version
 from jaxrl_async.remote.sampler.joint_weights import JointWeights, OfferRelay, forget_version
 from jaxrl_async.remote.wire.messages import GivenUpRequest, JointRound, Live, Offer, Staged, Torn
 from jaxrl_async.types import VersionedParams
@@ -151,7 +151,7 @@ class World:
 
     def follower_takes(self, number: int) -> None:
         source, version = self.sources[1 + number], self.orders[number].popleft()
-        update = taken_version(source, version)
+        update = take_version(source, version)
         self.drawn[1 + number].append(update.version)
         source.live(version)
 
@@ -196,10 +196,10 @@ def test_a_follower_that_has_other_weights_than_the_leader_takes_says_so():
     a, _ = line()
     source = Source(a)
     with pytest.raises(WeightsError, match=r"uses weights of version 3.*has nothing new"):
-        taken_version(source, 3)
+        take_version(source, 3)
     source.staged = VersionedParams(version=2, params=None)
     with pytest.raises(WeightsError, match="has version 2"):
-        taken_version(source, 3)
+        take_version(source, 3)
 
 
 def test_the_processes_of_a_sampler_have_no_successors():

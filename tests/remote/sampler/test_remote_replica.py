@@ -12,7 +12,7 @@ from tiny import request
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
 from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.remote.sampler import remote_replica
-from jaxrl_async.remote.sampler.outstanding import WIRE_PLACES
+from jaxrl_async.remote.sampler.outstanding import SENT_FACTOR
 from jaxrl_async.remote.sampler.remote_replica import RemoteReplica
 from jaxrl_async.remote.wire.messages import (
     Answers,
@@ -116,7 +116,7 @@ def test_requests_go_together_and_come_back_under_their_own_ids(played):
 
 def test_no_more_is_sent_than_the_sampler_has_room_for(played):
     futures = played.replica.start_many([wished(i) for i in range(10)])
-    room = WIRE_PLACES * PLACES
+    room = SENT_FACTOR * PLACES
     until(lambda: len(played.started) == room)
     futures[-1].cancel()
     for wish in played.started[:2]:

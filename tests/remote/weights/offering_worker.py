@@ -35,7 +35,7 @@ def main() -> None:
         RemoteSection(transfer="auto"),
         run="two",
         local_samplers=False,
-        apart=True,
+        separate_machines=True,
         all_agree=lambda has: all(lockstep.gather_json(has)),
     )
     array = jax.device_put(jnp.ones(8), jax.local_devices()[0])

@@ -11,7 +11,7 @@ from transport_rig import host_tree, on_trainer, target_of
 
 from jaxrl_async.config.remote_section import RemoteSection
 from jaxrl_async.errors import CheckpointError, WeightsError
-from jaxrl_async.remote.weights.base_delivery import BaseBringer
+from jaxrl_async.remote.weights.base_delivery import BaseLoader
 from jaxrl_async.remote.weights.protocols import BASE
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
 
@@ -28,17 +28,17 @@ def offered(request: Any, tmp_path: Any) -> Iterator[Any]:
     offering = make_offering(section, run="base")
     fetchings = []
 
-    def base(read: Any = None) -> BaseBringer:
+    def base(read: Any = None) -> BaseLoader:
         fetchings.append(make_fetching(section, target_of({"head": TREE["head"]})))
-        return BaseBringer(fetchings[-1].for_base(TARGET), read)
+        return BaseLoader(fetchings[-1].for_base(TARGET), read)
 
     yield {"base": offering.offer(BASE, on_trainer(TREE))}, base
     for one in (*fetchings, offering):
         one.close()
 
 
-def bring(base: BaseBringer, where: Any) -> int:
-    return base.bring(where, (), threading.Event())
+def load(base: BaseLoader, where: Any) -> int:
+    return base.load(where, (), threading.Event())
 
 
 def test_it_comes_once_and_lies_beside_each_adapter_until_the_sampler_has_begun(
@@ -46,34 +46,34 @@ def test_it_comes_once_and_lies_beside_each_adapter_until_the_sampler_has_begun(
 ) -> None:
     where, make = offered
     base = make()
-    assert bring(base, where) == sum(x.nbytes for x in jax.tree.leaves(TREE))
-    assert bring(base, {}) == 0, "it is here"
-    whole = base.whole({"layers": {"w_lora_a": 1}})
+    assert load(base, where) == sum(x.nbytes for x in jax.tree.leaves(TREE))
+    assert load(base, {}) == 0, "it is here"
+    whole = base.merge({"layers": {"w_lora_a": 1}})
     assert whole["layers"].pop("w_lora_a") == 1
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(whole), TREE)
     base.release()
-    assert base.whole(ADAPTER) is ADAPTER and bring(base, {}) == 0
+    assert base.merge(ADAPTER) is ADAPTER and load(base, {}) == 0
 
 
 def test_one_that_is_read_here_is_taken_if_it_is_the_trainers(offered: Any) -> None:
     where, make = offered
     same = jax.device_put(TREE)
     base = make(lambda: same)
-    assert bring(base, where) == 0
-    assert base.whole(ADAPTER)["head"] is same["head"]
+    assert load(base, where) == 0
+    assert base.merge(ADAPTER)["head"] is same["head"]
     other = {**TREE, "head": TREE["head"] + 1}
-    assert bring(make(lambda: jax.device_put(other)), where) > 0, "other weights: fetched"
+    assert load(make(lambda: jax.device_put(other)), where) > 0, "other weights: fetched"
 
     def broken() -> Any:
         raise CheckpointError("half a file")
 
-    assert bring(make(broken), where) > 0
+    assert load(make(broken), where) > 0
 
 
 def test_what_cannot_be_is_said(offered: Any) -> None:
     where, make = offered
     with pytest.raises(WeightsError, match="without its base weights"):
-        bring(make(), {})
+        load(make(), {})
     renamed = [[f"other/{name}", *rest] for name, *rest in where["base"]["arrays"]]
     with pytest.raises(WeightsError, match="'head': published nothing; the sampler expects"):
-        bring(make(), {"base": {**where["base"], "arrays": renamed}})
+        load(make(), {"base": {**where["base"], "arrays": renamed}})

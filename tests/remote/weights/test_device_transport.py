@@ -25,7 +25,7 @@ from jaxrl_async.remote.weights import offering as offering_module
 from jaxrl_async.remote.weights.locations import merged_offers
 from jaxrl_async.remote.weights.protocols import BASE
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
-from jaxrl_async.remote.weights.transport_trial import DEVICE, TCP, FasterWay
+from jaxrl_async.remote.weights.transport_trial import DEVICE, TCP, TransportTrial
 from jaxrl_async.remote.weights.verification import compare_with_offer
 
 pytestmark = pytest.mark.full
@@ -84,7 +84,7 @@ def test_pieces_that_do_not_come_are_fetched_over_tcp_and_it_is_counted(
     tree, fetching = host_tree(), fetchings((1, 4))
     where = trainer.offer(2, on_trainer(tree))
     monkeypatch.setattr(  # numbers under which nothing is published: the pull waits for ever
-        trainer._ways.server,
+        trainer._transports.server,
         "_publish",
         lambda version, pieces: (12345, [0] * len(pieces)),
     )
@@ -134,11 +134,11 @@ def test_no_weights_come_to_the_host_on_either_side_and_one_pull_brings_all(
     tree, fetching = host_tree(3), fetchings(mesh)
     params = jax.block_until_ready(on_trainer(tree))
     pulls = []
-    connection = fetching._ways.puller._connection
+    connection = fetching._transports.puller._connection
     with monkeypatch.context() as patch:
         on_host_is_forbidden(patch)
         patch.setattr(
-            fetching._ways.puller,
+            fetching._transports.puller,
             "_connection",
             lambda address: pulls.append(address) or connection(address),
         )
@@ -169,7 +169,7 @@ def test_a_byte_that_changes_on_its_way_is_found_on_the_device(
 ):
     tree, fetching = host_tree(4), fetchings((1, 4))
     where = trainer.offer(21, on_trainer(tree))
-    puller, before = fetching._ways.puller, fetching.counts["without_device"]
+    puller, before = fetching._transports.puller, fetching.counts["without_device"]
     connection = puller._connection
     monkeypatch.setattr(puller, "_connection", lambda address: Flipping(connection(address)))
     got = fetching.fetch(21, where, [trainer.address], threading.Event())
@@ -185,7 +185,7 @@ def test_weights_that_change_between_host_and_device_are_found_there(
     """Over TCP in place of devices: the pieces are sound, and what is on the device is not."""
     tree, fetching = host_tree(5), fetchings((1, 1))
     where = trainer.offer(22, on_trainer(tree))
-    monkeypatch.setattr(trainer._ways.server, "_publish", None)
+    monkeypatch.setattr(trainer._transports.server, "_publish", None)
     put = fetching._on_devices
 
     def torn(assembly):
@@ -250,7 +250,7 @@ def test_parts_that_two_samplers_want_at_a_time_are_cut_once(trainer, fetchings)
     ],
 )
 def test_auto_keeps_the_way_that_was_faster_and_leaves_one_that_failed(taken, then):
-    trial = FasterWay()
+    trial = TransportTrial()
     assert trial.next == DEVICE
     for one in taken:
         trial.took(*one) if one else trial.failed(DEVICE)
@@ -261,7 +261,7 @@ def test_auto_tries_both_ways_where_both_sides_have_accelerators(monkeypatch, ca
     caplog.set_level("INFO")
     monkeypatch.setattr(transport_choice, "_may_try_devices", lambda section, devices: True)
     auto = RemoteSection(transfer="auto")
-    offering = make_offering(auto, run="auto", apart=True)
+    offering = make_offering(auto, run="auto", separate_machines=True)
     tree = host_tree(7)
     fetching = make_fetching(auto, target_of(tree, 1, 4))
     used = []
@@ -299,7 +299,7 @@ def of_auto(monkeypatch, **settings):
     """An offering and a maker of fetchings, as between accelerators."""
     monkeypatch.setattr(transport_choice, "_may_try_devices", lambda section, devices: True)
     auto = RemoteSection(transfer="auto", **settings)
-    offering = make_offering(auto, run="auto", apart=True)
+    offering = make_offering(auto, run="auto", separate_machines=True)
     return offering, lambda tree: make_fetching(auto, target_of(tree, 1, 4))
 
 
@@ -309,11 +309,11 @@ def test_both_ways_are_timed_from_the_request_to_arrays_on_devices(monkeypatch):
     fetching = fetching_of(tree)
     monkeypatch.setattr(fetching_module, "time", clock)
     for owner, name, seconds in (
-        (fetching._ways.puller, "pull", 3.0),
+        (fetching._transports.puller, "pull", 3.0),
         (fetching, "_fill", 2.0),
         (fetching, "_on_devices", 4.0),
         (fetching, "_arrays", 1.0),
-        (fetching_module, "_are_the_trainers", 1.5),
+        (fetching_module, "_compare_sums", 1.5),
     ):
         monkeypatch.setattr(owner, name, clock.around(getattr(owner, name), seconds))
     for version in range(4):
@@ -321,7 +321,7 @@ def test_both_ways_are_timed_from_the_request_to_arrays_on_devices(monkeypatch):
         fetching.fetch(version, where, [offering.address], threading.Event())
         offering.withdraw(version)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-    assert fetching._ways.trial._rates == {
+    assert fetching._transports.trial._rates == {
         DEVICE: [num_bytes / 4.0] * 2,
         TCP: [num_bytes / 8.5] * 2,
     }
@@ -337,7 +337,7 @@ def test_a_pull_that_takes_too_long_has_failed_and_tcp_brings_the_version(monkey
         published.append(version)
         return 12345, [0] * len(pieces)
 
-    monkeypatch.setattr(offering._ways.server, "_publish", nothing)
+    monkeypatch.setattr(offering._transports.server, "_publish", nothing)
     tree = host_tree(14)
     fetching = fetching_of(tree)
     for version, fallbacks in ((0, 1), (1, 0), (2, 0)):
@@ -345,7 +345,7 @@ def test_a_pull_that_takes_too_long_has_failed_and_tcp_brings_the_version(monkey
         got = fetching.fetch(version, where, [offering.address], threading.Event())
         assert same_bits(got.params, tree) and got.fallbacks == fallbacks
         offering.withdraw(version)
-    assert published == [0] and fetching._ways.trial.next == TCP
+    assert published == [0] and fetching._transports.trial.next == TCP
     assert "it took longer than 0.5 of remote.transfer_timeout_s (1 s)" in caplog.text
     assert "remote.transfer=auto does not try device again" in caplog.text
     fetching.close()
@@ -364,11 +364,11 @@ def test_a_pull_that_blocks_until_the_next_offer_has_failed_too(monkeypatch):
         newer.set()
         raise device_transport.PeerError("nothing came")
 
-    monkeypatch.setattr(fetching._ways.puller, "pull", blocked)
+    monkeypatch.setattr(fetching._transports.puller, "pull", blocked)
     where = offering.offer(0, on_trainer(tree))
     with pytest.raises(WeightsError, match="version 0 was not fetched: it was aborted"):
         fetching.fetch(0, where, [offering.address], newer)
-    assert fetching._ways.trial.next == TCP and fetching.counts["without_device"] == 1
+    assert fetching._transports.trial.next == TCP and fetching.counts["without_device"] == 1
     got = fetching.fetch(0, where, [offering.address], threading.Event())
     assert same_bits(got.params, tree)
     fetching.close()
@@ -380,13 +380,15 @@ def test_a_frozen_base_is_not_measured_beside_the_versions(monkeypatch):
     tree = host_tree(16)
     fetching = fetching_of(tree)
     base = fetching.for_base(target_of(tree, 1, 4))
-    monkeypatch.setattr(fetching._ways.puller, "_connection", None)  # every pull fails
+    monkeypatch.setattr(fetching._transports.puller, "_connection", None)  # every pull fails
     where = offering.offer(BASE, on_trainer(tree))
     for _ in range(2):  # the second time, for another base of the same size: over TCP at once
         got = base.fetch(BASE, where, [offering.address], threading.Event())
         assert same_bits(got.params, tree)
-    assert base.counts["without_device"] == 1 and base._ways.trial.next == TCP
-    assert fetching._ways.trial == FasterWay() and fetching._ways.trial.next == DEVICE
+    assert base.counts["without_device"] == 1 and base._transports.trial.next == TCP
+    assert (
+        fetching._transports.trial == TransportTrial() and fetching._transports.trial.next == DEVICE
+    )
     fetching.close()
     offering.close()
 
@@ -438,7 +440,7 @@ def test_processes_of_which_one_lacks_jaxs_server_all_offer_over_tcp():
 
 def test_auto_between_cpus_is_tcp(monkeypatch):
     auto = RemoteSection(transfer="auto")
-    offering = make_offering(auto, run="auto", local_samplers=False, apart=True)
+    offering = make_offering(auto, run="auto", local_samplers=False, separate_machines=True)
     where = offering.offer(0, on_trainer(host_tree()))
     assert [h["device"] for h in where["holders"]] == [""]
     offering.close()
@@ -469,7 +471,7 @@ def test_a_pull_that_a_newer_offer_ends_is_no_failure_of_the_way(trainer, fetchi
     tree, fetching = host_tree(10), fetchings((1, 4))
     where = trainer.offer(26, on_trainer(tree))
     monkeypatch.setattr(
-        trainer._ways.server, "_publish", lambda version, pieces: (12345, [0] * len(pieces))
+        trainer._transports.server, "_publish", lambda version, pieces: (12345, [0] * len(pieces))
     )
     before, newer = dict(fetching.counts), threading.Event()
     threading.Timer(0.1, newer.set).start()
@@ -485,7 +487,7 @@ def test_an_error_of_jaxs_own_is_a_failure_of_the_way(trainer, fetchings, monkey
     def pull(*_):
         raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: not on this backend")
 
-    monkeypatch.setattr(fetching._ways.puller, "_connection", pull)
+    monkeypatch.setattr(fetching._transports.puller, "_connection", pull)
     where, before = trainer.offer(27, on_trainer(tree)), fetching.counts["without_device"]
     got = fetching.fetch(27, where, [trainer.address], threading.Event())
     assert same_bits(got.params, tree) and got.fallbacks == 1
@@ -496,7 +498,7 @@ def test_an_error_of_jaxs_own_is_a_failure_of_the_way(trainer, fetchings, monkey
 def test_pieces_are_freed_while_they_are_put_together(trainer, fetchings, monkeypatch):
     tree, fetching, most = host_tree(12), fetchings((1, 1)), []
     where = trainer.offer(28, jax.block_until_ready(on_trainer(tree)))
-    join = device_transport._put_together
+    join = device_transport._assemble
 
     def measured(box, pieces):
         joined = join(box, pieces)
@@ -504,7 +506,7 @@ def test_pieces_are_freed_while_they_are_put_together(trainer, fetchings, monkey
         most.append(sum(array.nbytes for array in jax.live_arrays()) - before)
         return joined
 
-    monkeypatch.setattr(device_transport, "_put_together", measured)
+    monkeypatch.setattr(device_transport, "_assemble", measured)
     gc.collect()
     before = sum(array.nbytes for array in jax.live_arrays())
     got = fetching.fetch(28, where, [trainer.address], threading.Event())

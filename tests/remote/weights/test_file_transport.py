@@ -69,7 +69,7 @@ def test_withdrawn_files_stay_for_those_who_still_read_them(section, trainer):
 
 @pytest.mark.full
 def test_torn_missing_and_changed_files_are_found(section, trainer, monkeypatch):
-    monkeypatch.setattr(file_transport, "SHOW_S", 0.1)
+    monkeypatch.setattr(file_transport, "APPEAR_S", 0.1)
     tree = host_tree()
     where = trainer.offer(0, on_trainer(tree))
     index, data = sorted(files(section), key=lambda p: p.suffix != ".json")

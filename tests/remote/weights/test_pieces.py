@@ -18,7 +18,7 @@ from jaxrl_async.remote.weights.locations import (
     Holder,
     merged_offers,
     offer_json,
-    read_whereabouts,
+    read_locations,
 )
 from jaxrl_async.remote.weights.pieces import plan_pieces
 from jaxrl_async.remote.weights.transport_choice import make_fetching, make_offering
@@ -132,7 +132,7 @@ def test_any_mesh_to_any_other_bit_for_bit(offered, source, target):
 
 def split_offer(where, num_holders):
     """The offer of one process as that of several, each with a part of the shards."""
-    one = read_whereabouts(where)
+    one = read_locations(where)
     shards = one.holders[0].shards
     return [
         offer_json(
@@ -177,10 +177,10 @@ def test_an_offer_that_makes_no_sense_is_refused_before_any_byte_moves(change):
     manifest = Manifest(entries=(("a", (4, 2), "bfloat16"),))
     shards = tuple(HeldShard(array=0, box=((n, n + 2), (0, 2)), checksum=1) for n in (0, 2))
     where = offer_json(1, manifest, [Holder(shards=shards, address="127.0.0.1:1")])
-    assert read_whereabouts(where).sums == (2,)
+    assert read_locations(where).sums == (2,)
     change(where)
     with pytest.raises(WeightsError):
-        read_whereabouts(where)
+        read_locations(where)
 
 
 def test_copies_of_one_shard_that_differ_between_processes_are_refused():

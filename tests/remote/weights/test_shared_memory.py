@@ -77,7 +77,7 @@ def test_what_is_withdrawn_too_early_comes_over_tcp_or_is_an_error():
     tree = host_tree()
     offering = make_offering(AUTO, run="shm-gone")
     where = offering.offer(0, on_trainer(tree))
-    offering._ways.shared.withdraw(0)
+    offering._transports.shared.withdraw(0)
     fetching = make_fetching(AUTO, target_of(tree))
     got = fetching.fetch(0, where, [offering.address], threading.Event())
     # the server reads the same file, whose contents are still there

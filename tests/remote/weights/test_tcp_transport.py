@@ -20,7 +20,7 @@ from jaxrl_async.remote.weights import peer_authentication as guard_module
 from jaxrl_async.remote.weights import piece_server as piece_server_module
 from jaxrl_async.remote.weights import transport_choice as transports_module
 from jaxrl_async.remote.weights.assembly import Assembly, Holdings, Part
-from jaxrl_async.remote.weights.peer_authentication import Guard
+from jaxrl_async.remote.weights.peer_authentication import PeerAuth
 from jaxrl_async.remote.weights.piece_protocol import ANSWER, GREETING, HERE
 from jaxrl_async.remote.weights.piece_server import PieceServer
 from jaxrl_async.remote.weights.pieces import plan_pieces
@@ -105,7 +105,7 @@ def test_a_bit_that_flips_in_the_memory_of_a_sampler_that_passes_on_is_found(tra
     holdings = Holdings()
     manifest = fetching_module.manifest_of(TREE)
     holdings.add(0, Assembly.complete(manifest, parts))
-    member = PieceServer(holdings, guard=trainer._ways.server._guard)
+    member = PieceServer(holdings, auth=trainer._transports.server._auth)
     fetching = sampler()
     fetch(fetching, where, [member.address, trainer.address])
     assert fetching.counts["torn_arrays"] == 1
@@ -164,7 +164,7 @@ def test_a_silent_source_and_one_that_lies_are_left_for_the_next(trainer, sample
             while True:
                 one, _ = server.accept()
                 taken.append(one)
-                trainer._ways.server._guard.as_server(_after_greeting(one))
+                trainer._transports.server._auth.as_server(_after_greeting(one))
                 one.sendall(answer)
         except OSError:
             pass
@@ -295,13 +295,13 @@ def test_a_stranger_that_sends_a_byte_at_a_time_is_hung_up_on(certificates, monk
 @pytest.mark.full
 def test_a_source_whose_tls_drips_is_left_by_a_sampler(certificates, monkeypatch):
     monkeypatch.setattr(guard_module, "GREETING_S", 0.5)
-    guard = Guard(secret=b"open sesame", tls=read_tls(SECTION.model_copy(update=certificates)))
+    auth = PeerAuth(secret=b"open sesame", tls=read_tls(SECTION.model_copy(update=certificates)))
     ours, theirs = socket.socketpair()
     hello = b"\x16\x03\x03\x01\x00" + bytes(256)  # the head of a record that never ends
     dripping = threading.Thread(target=dripped, args=(theirs, hello, 0.05))
     dripping.start()
     with ours, pytest.raises(OSError):
-        guard.as_client(ours)
+        auth.as_client(ours)
     dripping.join(30)
     theirs.close()
 
@@ -321,10 +321,10 @@ def test_requests_that_make_no_sense_end_the_connection(trainer, request_bytes):
     host, port = trainer.address.split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"JXRLPCS1")
-        guarded = trainer._ways.server._guard.as_client(connection)
-        guarded.settimeout(10)
-        guarded.sendall(request_bytes)
-        assert guarded.recv(1) == b""
+        authenticated = trainer._transports.server._auth.as_client(connection)
+        authenticated.settimeout(10)
+        authenticated.sendall(request_bytes)
+        assert authenticated.recv(1) == b""
 
 
 @pytest.fixture

@@ -7,7 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from jaxrl_async.errors import ConfigError, JoinRefused
-from jaxrl_async.remote.wire.secret import check_of, check_secret, proof, prove_to, read_secret
+from jaxrl_async.remote.wire.secret import (
+    check_proof,
+    check_secret,
+    proof,
+    prove_secret,
+    read_secret,
+)
 
 PURPOSE = b"weights"
 
@@ -41,8 +47,8 @@ def both(
 )
 def test_both_sides_prove_the_same_secret(mine: bytes, theirs: bytes, fits: bool) -> None:
     errors = both(
-        lambda sock: prove_to(sock, mine, purpose=PURPOSE, timeout_s=5),
-        lambda sock: check_of(sock, theirs, purpose=PURPOSE, timeout_s=5),
+        lambda sock: prove_secret(sock, mine, purpose=PURPOSE, timeout_s=5),
+        lambda sock: check_proof(sock, theirs, purpose=PURPOSE, timeout_s=5),
     )
     assert [error is None for error in errors] == [fits, fits]
     if not fits:
@@ -51,8 +57,8 @@ def test_both_sides_prove_the_same_secret(mine: bytes, theirs: bytes, fits: bool
 
 def test_a_proof_is_for_one_purpose() -> None:
     errors = both(
-        lambda sock: prove_to(sock, b"s", purpose=b"weights", timeout_s=5),
-        lambda sock: check_of(sock, b"s", purpose=b"session", timeout_s=5),
+        lambda sock: prove_secret(sock, b"s", purpose=b"weights", timeout_s=5),
+        lambda sock: check_proof(sock, b"s", purpose=b"session", timeout_s=5),
     )
     assert all(isinstance(error, JoinRefused) for error in errors)
 
@@ -64,7 +70,7 @@ def test_the_one_who_asks_is_not_fooled_by_its_own_proof() -> None:
         while data := sock.recv(100):
             sock.sendall(data)
 
-    error, _ = both(lambda sock: prove_to(sock, b"s", purpose=PURPOSE, timeout_s=5), mirror)
+    error, _ = both(lambda sock: prove_secret(sock, b"s", purpose=PURPOSE, timeout_s=5), mirror)
     assert isinstance(error, JoinRefused)
 
 
@@ -79,7 +85,7 @@ def test_a_side_that_dawdles_gets_no_more_time() -> None:
 
     def check(sock: socket.socket) -> None:
         try:
-            check_of(sock, b"s", purpose=PURPOSE, timeout_s=0.3)
+            check_proof(sock, b"s", purpose=PURPOSE, timeout_s=0.3)
         finally:
             stop.set()
 

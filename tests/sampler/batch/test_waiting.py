@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import make_sampler, request
 
-from jaxrl_async.remote.sampler.outstanding import WIRE_PLACES, OutstandingRequests
+from jaxrl_async.remote.sampler.outstanding import SENT_FACTOR, OutstandingRequests
 from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.types import Request
 
@@ -193,7 +193,7 @@ def test_what_a_remote_sampler_is_sent_first_is_the_most_urgent() -> None:
     wishes = [request(i, priority=(level, 0)) for i, level in enumerate([0, 1, 0, -1, 0, -1, 1])]
     outs = requests.add(wishes)
     sent = requests.take_sendable()
-    assert len(sent) == WIRE_PLACES
+    assert len(sent) == SENT_FACTOR
     assert sent == [outs[3], outs[5], outs[0]]
     assert not requests.withdraw(outs[2]), "the sampler need not be told"
     requests.pop([out.wire_id for out in sent])

@@ -18,7 +18,7 @@ SHARED_BITS = 64
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Stranger:
+class PendingConnection:
     """One connection. Set `greeted` once it has sent the first frame of a handshake."""
 
     number: int  # in order of arrival
@@ -27,47 +27,47 @@ class Stranger:
     greeted: bool = False
 
 
-class Strangers:
-    """At most `most` connections. If a newcomer arrives when all places are taken, the address with
-    the most places loses one: its oldest silent connection, or its oldest if none is silent.
+class PendingConnections:
+    """At most `most` connections. If another arrives when there are that many, the address with the
+    most connections loses one: its oldest that has not sent a frame, or its oldest.
 
-    A sampler needs its place only briefly. It is served unless its own address takes all places
-    again in that time. Thread-safe.
+    A sampler is in this state only briefly. It is served unless its own address opens `most` other
+    connections in that time. Thread-safe.
     """
 
     def __init__(self, most: int) -> None:
         """Start with no connections."""
         self._most, self._lock = most, threading.Lock()
-        self._here: set[Stranger] = set()
+        self._open: set[PendingConnection] = set()
         self._numbers = itertools.count()
 
     @contextmanager
-    def place(self, host: str, close: Callable[[], None]) -> Iterator[Stranger]:
-        """Give a connection a place while the body runs.
+    def track(self, host: str, close: Callable[[], None]) -> Iterator[PendingConnection]:
+        """Count a connection while the body runs.
 
         Args:
             host: address of the peer.
-            close: closes it without blocking; called on another thread if a newcomer takes its
-                place.
+            close: closes it without blocking; called on another thread if a newer connection
+                replaces it.
         """
-        newcomer = Stranger(number=next(self._numbers), site=site_of(host), close=close)
-        gone = None
+        connection = PendingConnection(number=next(self._numbers), site=site_of(host), close=close)
+        evicted = None
         with self._lock:
-            self._here.add(newcomer)
-            if len(self._here) > self._most:
-                gone = self._who_goes()
-                self._here.discard(gone)
-        if gone is not None:
-            gone.close()
+            self._open.add(connection)
+            if len(self._open) > self._most:
+                evicted = self._to_evict()
+                self._open.discard(evicted)
+        if evicted is not None:
+            evicted.close()
         try:
-            yield newcomer
+            yield connection
         finally:
             with self._lock:
-                self._here.discard(newcomer)
+                self._open.discard(connection)
 
-    def _who_goes(self) -> Stranger:
-        held = Counter(s.site for s in self._here)
-        return min(self._here, key=lambda s: (-held[s.site], s.greeted, s.number))
+    def _to_evict(self) -> PendingConnection:
+        by_site = Counter(s.site for s in self._open)
+        return min(self._open, key=lambda s: (-by_site[s.site], s.greeted, s.number))
 
 
 class Refusals:

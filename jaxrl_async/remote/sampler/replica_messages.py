@@ -16,7 +16,7 @@ from jaxrl_async.errors import Disconnected, RolloutError
 from jaxrl_async.ports.generate import Departure
 from jaxrl_async.remote.sampler.answer_checks import (
     checked_completion,
-    checked_drawn,
+    checked_remote_partial,
     checked_stats,
     checked_text,
 )
@@ -37,7 +37,7 @@ from jaxrl_async.types import Completion, Partial
 Checked = TypeVar("Checked")
 
 
-class Arrivals:
+class ReplicaMessages:
     """The session's side of a RemoteReplica: a handler for each kind of message. The session has
     checked that the fields match their types.
 
@@ -84,16 +84,18 @@ class Arrivals:
 
     def take_reply(self, message: RemoteReply) -> None:
         """Pass partials to the caller that requested them. Raises RolloutError."""
-        asked = self._requests.question(message.number)
-        if asked is None:
+        question = self._requests.question(message.number)
+        if question is None:
             return  # the caller no longer waits
-        about = asked.about
+        about = question.about
         if message.error:
-            fulfil(asked.answer, RolloutError(f"{self._peer}: {checked_text(message.error)}"))
+            fulfil(question.answer, RolloutError(f"{self._peer}: {checked_text(message.error)}"))
         elif about is None:
-            fulfil(asked.answer, self._checked("a report", lambda: self._report(message.partials)))
+            fulfil(
+                question.answer, self._checked("a report", lambda: self._report(message.partials))
+            )
         else:
-            fulfil(asked.answer, self._checked("a save", lambda: self._saved(message, about)))
+            fulfil(question.answer, self._checked("a save", lambda: self._saved(message, about)))
 
     def take_beat(self, message: Beat) -> None:
         """Keep the statistics. Raises RolloutError."""
@@ -111,12 +113,12 @@ class Arrivals:
 
     def take_leaving(self, message: Leaving) -> None:
         """Take back the requests. Raises RolloutError."""
-        drawn = self._checked("a hand-back", lambda: self._drawn(message.partials))
+        checked = self._checked("a hand-back", lambda: self._checked_partials(message.partials))
         requests = self._requests.by_wire_id()
-        partials = {requests[i].future: p for i, p in drawn.items() if i in requests}
+        partials = {requests[i].future: p for i, p in checked.items() if i in requests}
         departure = Departure(reason=checked_text(message.reason), partials=partials)
-        gone = Disconnected(f"{self._peer} has left: {departure.reason}")
-        self._requests.finish(gone, departure=departure)
+        error = Disconnected(f"{self._peer} has left: {departure.reason}")
+        self._requests.finish(error, departure=departure)
 
     def cut_off(self, reason: str) -> None:
         """Fail the requests, because the session has ended. The first ones sent may have been on
@@ -152,33 +154,33 @@ class Arrivals:
 
     def _report(self, partials: tuple[Partial, ...]) -> tuple[Partial, ...]:
         """Return the partials of all running requests, and keep them."""
-        drawn = self._drawn(partials)
+        running = self._checked_partials(partials)
         given = {i: out.given for i, out in self._requests.by_wire_id().items()}
         waiting = {i: g for i, g in given.items() if isinstance(g, Partial)}  # in any queue
-        self.reported = waiting | drawn
+        self.reported = waiting | running
         return tuple(self.reported.values())
 
     def _saved(self, message: RemoteReply, out: Outstanding) -> tuple[Partial, ...]:
         """Return the one saved request, which may have ended since."""
         (saved,) = message.partials
-        return (self._checked_drawn(saved, out),)
+        return (self._checked_partial(saved, out),)
 
-    def _checked_drawn(self, partial: Partial, out: Outstanding) -> Partial:
+    def _checked_partial(self, partial: Partial, out: Outstanding) -> Partial:
         newest = self._newest()
         room = self._check.room
-        return checked_drawn(partial, out.given, room, newest=newest, oldest=out.oldest)
+        return checked_remote_partial(partial, out.given, room, newest=newest, oldest=out.oldest)
 
-    def _drawn(self, partials: tuple[Partial, ...]) -> dict[str, Partial]:
+    def _checked_partials(self, partials: tuple[Partial, ...]) -> dict[str, Partial]:
         """Return the checked partials of requests that are still outstanding, by wire id. A partial
         with a non-finite log-prob is dropped: its request restarts."""
         requests = self._requests.by_wire_id()
         known = [(p, requests.get(p.request.request_id)) for p in partials]
-        drawn = {
-            out.wire_id: self._checked_drawn(p, out)
+        checked = {
+            out.wire_id: self._checked_partial(p, out)
             for p, out in known
             if out is not None and not out.future.done()
         }
-        return {i: p for i, p in drawn.items() if np.isfinite(p.logprobs).all()}
+        return {i: p for i, p in checked.items() if np.isfinite(p.logprobs).all()}
 
     def _checked(self, what: str, check: Callable[[], Checked]) -> Checked:
         """Return the result of the check. On failure, count the fault, end the replica immediately,

@@ -280,8 +280,8 @@ def out_of_memory(hits: Hits) -> Fault:
     return fault
 
 
-def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
-    """Make an update hang; from then on the watchdog waits `bark_s` seconds."""
+def trainer_stalls(hits: Hits, *, limit_s: float = 1.0) -> Fault:
+    """Make an update hang; from then on the watchdog waits `limit_s` seconds."""
 
     def fault(parts: Parts) -> None:
         learner: Any = parts.trainer.learner
@@ -289,7 +289,7 @@ def trainer_stalls(hits: Hits, *, bark_s: float = 1.0) -> Fault:
 
         def broken(*args: object) -> Any:
             if hits.strikes():
-                parts.watchdog.limit_s = bark_s
+                parts.watchdog.limit_s = limit_s
                 threading.Event().wait(LONG_S)
             return learn(*args)
 

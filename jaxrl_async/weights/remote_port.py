@@ -30,7 +30,7 @@ class RemoteSamplers(Protocol):
     """Serves weights to samplers in separate processes."""
 
     @property
-    def may_come(self) -> bool:
+    def may_join(self) -> bool:
         """True if samplers join and leave, so there may be none for a while."""
 
     @property
@@ -38,7 +38,7 @@ class RemoteSamplers(Protocol):
         """Maximum wait while there are no samplers, seconds."""
 
     @property
-    def patience_s(self) -> float:
+    def transfer_limit_s(self) -> float:
         """Maximum time of a transfer including its retries, seconds."""
 
     @property
@@ -62,9 +62,9 @@ class RemoteSamplers(Protocol):
 class _NoRemote:
     """The RemoteSamplers of a run without remote samplers."""
 
-    may_come = False
+    may_join = False
     wait_s = 0.0
-    patience_s = 0.0
+    transfer_limit_s = 0.0
     num_bytes = 0
 
     def begin(self, base: Params) -> None:
