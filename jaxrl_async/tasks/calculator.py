@@ -132,11 +132,11 @@ class Questions(Sequence[TaskRecord]):
             {"role": "user", "content": f"{expression}?"},
             *(_with_tool(expression, answer) if random.random() < self._worked else ()),
         ]
-        said = answer if len(worked) > 1 else guess
+        reply = answer if len(worked) > 1 else guess
         return {
             "question": f"{expression}?",
             "answer": answer,
-            "worked": [*worked, {"role": "assistant", "content": said}],
+            "worked": [*worked, {"role": "assistant", "content": reply}],
         }
 
 

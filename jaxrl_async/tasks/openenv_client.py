@@ -34,7 +34,7 @@ LONGEST_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerPlace:
+class ServerAddress:
     """The address of an environment server, and its timeouts."""
 
     url: str  # http://HOST:PORT or https://...
@@ -85,11 +85,11 @@ def websocket_module() -> ModuleType:
     return client
 
 
-def action_schema(place: ServerPlace) -> Mapping[str, Any]:
+def action_schema(server: ServerAddress) -> Mapping[str, Any]:
     """Fetch the JSON schema of an environment's actions from its server. Raises RolloutError."""
-    address = f"{place.url}/schema"
+    address = f"{server.url}/schema"
     try:
-        with urllib.request.urlopen(address, timeout=place.reply_s) as reply:
+        with urllib.request.urlopen(address, timeout=server.reply_s) as reply:
             found = json.loads(reply.read(MAX_BYTES))
         action = found["action"]
         if not isinstance(action, dict):
@@ -105,12 +105,12 @@ def action_schema(place: ServerPlace) -> Mapping[str, Any]:
 class EnvConnection:
     """One environment in a server. Used on one event loop."""
 
-    def __init__(self, place: ServerPlace, socket: Any) -> None:
-        self._place, self._socket = place, socket
+    def __init__(self, server: ServerAddress, socket: Any) -> None:
+        self._server, self._socket = server, socket
 
     @classmethod
     async def begin(
-        cls, place: ServerPlace, data: Mapping[str, object]
+        cls, server: ServerAddress, data: Mapping[str, object]
     ) -> tuple["EnvConnection", Observed]:
         """Connect, and reset the environment; retry for a limited time if the server is full or
         absent.
@@ -118,36 +118,37 @@ class EnvConnection:
         data: arguments of the reset. Raises RolloutError; Away if the server is unavailable.
         """
         loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
-        end = loop.time() + place.patience_s
+        end = loop.time() + server.patience_s
         while True:
             try:
-                return await cls._begun(place, data)
+                return await cls._connect(server, data)
             except (_ServerFull, OSError) as error:
                 if loop.time() + wait_s > end:
                     raise Away(
-                        f"the environment server {place.url} let no episode begin within "
-                        f"{place.patience_s:g} s: {error}. Start more servers, or let it hold "
+                        f"the environment server {server.url} let no episode begin within "
+                        f"{server.patience_s:g} s: {error}. Start more servers, or let it hold "
                         "more environments (max_concurrent_envs)."
                     ) from error
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     @classmethod
-    async def _begun(
-        cls, place: ServerPlace, data: Mapping[str, object]
+    async def _connect(
+        cls, server: ServerAddress, data: Mapping[str, object]
     ) -> tuple["EnvConnection", Observed]:
         client = websocket_module()
         try:
+            url, limit_s = server.socket_url, server.reply_s
             socket = await client.connect(
-                place.socket_url, open_timeout=place.reply_s, max_size=MAX_BYTES, close_timeout=1.0
+                url, open_timeout=limit_s, max_size=MAX_BYTES, close_timeout=1.0
             )
         except OSError:
             raise
         except Exception as error:  # from websockets: for example a proxy's answer
-            raise _ServerFull(f"{place.url}: {error}") from error
-        connection = cls(place, socket)
+            raise _ServerFull(f"{server.url}: {error}") from error
+        connection = cls(server, socket)
         try:
-            return connection, await connection._ask("reset", data)
+            return connection, await connection._request("reset", data)
         except BaseException:
             await connection.close()
             raise
@@ -155,7 +156,7 @@ class EnvConnection:
     async def step(self, action: Mapping[str, object]) -> Observed:
         """Take one action. Raises RefusedAction, RolloutError; Away if the server is
         unavailable."""
-        return await self._ask("step", action)
+        return await self._request("step", action)
 
     async def close(self) -> None:
         """End the environment. Raises only if cancelled."""
@@ -164,8 +165,8 @@ class EnvConnection:
                 await self._socket.send(json.dumps({"type": "close"}))
                 await self._socket.close()
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Observed:
-        url, limit_s = self._place.url, self._place.reply_s
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> Observed:
+        url, limit_s = self._server.url, self._server.reply_s
         sent = json.dumps({"type": kind, "data": dict(data)})
         try:
             async with asyncio.timeout(limit_s):
@@ -195,9 +196,9 @@ def read_observed(text: str | bytes, where: str) -> Observed:
     if not isinstance(data, dict):
         raise RolloutError(f"{where}: not an OpenEnv message: {text[:200]!r}")
     if message.get("type") == "error":
-        said = f"{data.get('code', 'error')}: {data.get('message', '')}"[:500]
+        reason = f"{data.get('code', 'error')}: {data.get('message', '')}"[:500]
         kinds = {FULL: _ServerFull, INVALID: RefusedAction}
-        raise kinds.get(str(data.get("code")), RolloutError)(f"{where}: {said}")
+        raise kinds.get(str(data.get("code")), RolloutError)(f"{where}: {reason}")
     observation, reward, done = data.get("observation"), data.get("reward"), data.get("done")
     if isinstance(reward, bool):
         reward = float(reward)

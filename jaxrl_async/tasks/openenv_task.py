@@ -21,7 +21,7 @@ from jaxrl_async.tasks.openenv_client import (
     EnvConnection,
     Observed,
     RefusedAction,
-    ServerPlace,
+    ServerAddress,
     action_schema,
     checked_url,
     websocket_module,
@@ -72,15 +72,15 @@ def openenv_task(
             f"task = 'openenv:{url}': size, eval_size, max_chars, reply_s and patience_s must be "
             "above 0."
         )
-    place = ServerPlace(url=checked_url(url), reply_s=reply_s, patience_s=patience_s)
+    server = ServerAddress(url=checked_url(url), reply_s=reply_s, patience_s=patience_s)
     websocket_module()
-    speech = EnvSpeech(
-        place, observe=_function(observe, "observe"), act=_function(act, "act"), chars=max_chars
+    converter = EnvConverter(
+        server, observe=_function(observe, "observe"), act=_function(act, "act"), chars=max_chars
     )
     return Task(
         records=[{"seed": seed} for seed in range(size)],
         held_out=[{"seed": seed} for seed in range(size, size + eval_size)],
-        environment=functools.partial(OpenEnvEnvironment, place, speech),
+        environment=functools.partial(OpenEnvEnvironment, server, converter),
     )
 
 
@@ -90,25 +90,25 @@ def _function(given: object, name: str) -> Any:
     return given
 
 
-class EnvSpeech:
+class EnvConverter:
     """Converts messages between a policy and one kind of environment. Any thread."""
 
     def __init__(
         self,
-        place: ServerPlace,
+        server: ServerAddress,
         *,
         observe: ToMessages | None = None,
         act: ToAction | None = None,
         chars: int = 8192,
     ) -> None:
         """Start without the server's schemas; see `openenv_task` for the arguments."""
-        self._place, self._observe, self._act, self._chars = place, observe, act, chars
+        self._server, self._observe, self._act, self._chars = server, observe, act, chars
         self._schema: Mapping[str, Any] | None = None
 
     async def learn(self) -> None:
         """Fetch the server's actions, once. Raises RolloutError."""
         if self._act is None and self._schema is None:
-            self._schema = await asyncio.to_thread(action_schema, self._place)
+            self._schema = await asyncio.to_thread(action_schema, self._server)
 
     def messages(self, observation: Mapping[str, object]) -> Said:
         """Return the messages to the policy for an observation."""
@@ -167,37 +167,37 @@ def message_action(text: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 class OpenEnvEnvironment(Environment):
     """One episode on an environment server."""
 
-    def __init__(self, place: ServerPlace, speech: EnvSpeech) -> None:
+    def __init__(self, server: ServerAddress, converter: EnvConverter) -> None:
         """Do not connect yet."""
-        self._place, self._speech = place, speech
+        self._server, self._converter = server, converter
         self._connection: EnvConnection | None = None
-        self._asked: dict[str, Any] = {}  # arguments of the reset
+        self._arguments: dict[str, Any] = {}  # arguments of the reset
         self._taken: list[dict[str, Any]] = []  # actions so far, with what the server answered
 
     async def reset(self, record: TaskRecord) -> Said:
         """See Environment. The record's column `reset`, or else its `seed`, holds the arguments of
         the reset."""
-        await self._speech.learn()
+        await self._converter.learn()
         arguments = record.get("reset") or {k: record[k] for k in ("seed",) if k in record}
-        self._asked = dict(arguments)
-        self._connection, first = await EnvConnection.begin(self._place, arguments)
+        self._arguments = dict(arguments)
+        self._connection, first = await EnvConnection.begin(self._server, arguments)
         if first.done:
-            raise RolloutError(f"{self._place.url}: the episode is already over after the reset.")
-        said = self._speech.messages(first.observation)
+            raise RolloutError(f"{self._server.url}: the episode is already over after the reset.")
+        messages = self._converter.messages(first.observation)
         before: Sequence[Message] = record.get("messages") or ()
-        return [*before, *_as_messages(said)] if before else said
+        return [*before, *_as_messages(messages)] if before else messages
 
     async def step(self, message: Message) -> Step | Said:
         """See Environment. The policy gets an error for a message that is not an action."""
         try:
-            action = dict(self._speech.action(message))
+            action = dict(self._converter.action(message))
         except ValueError as error:
             return str(error)
         reply = await self._act(action)
         if isinstance(reply, RefusedAction):
             return f"The environment refused this action. {reply}"
-        said = None if reply.done else self._speech.messages(reply.observation)
-        return Step(messages=said, reward=reply.reward, done=reply.done)
+        messages = None if reply.done else self._converter.messages(reply.observation)
+        return Step(messages=messages, reward=reply.reward, done=reply.done)
 
     async def _act(self, action: Mapping[str, object]) -> Observed | RefusedAction:
         """Take an action, and note it with a digest of the answer."""
@@ -213,20 +213,20 @@ class OpenEnvEnvironment(Environment):
     def state(self) -> Any:
         """Return the arguments of the reset, and all actions: a server keeps no environment for a
         client that is gone."""
-        return {"reset": self._asked, "taken": list(self._taken)}
+        return {"reset": self._arguments, "taken": list(self._taken)}
 
     async def restore(self, state: Any) -> None:
         """Reset an environment as before, and take the same actions. Raises StartOver if it answers
         differently."""
-        await self._speech.learn()
-        self._asked = dict(state["reset"])
-        self._connection, _ = await EnvConnection.begin(self._place, self._asked)
+        await self._converter.learn()
+        self._arguments = dict(state["reset"])
+        self._connection, _ = await EnvConnection.begin(self._server, self._arguments)
         for number, taken in enumerate(state["taken"], 1):
             await self._act(taken["action"])
             if self._taken[-1]["answer"] != taken["answer"]:
                 await self.close()
                 raise StartOver(
-                    f"{self._place.url} answers action {number} of {len(state['taken'])} in "
+                    f"{self._server.url} answers action {number} of {len(state['taken'])} in "
                     "another way than before the resume."
                 )
 
@@ -238,14 +238,14 @@ class OpenEnvEnvironment(Environment):
 
 def _digest(reply: Observed | RefusedAction) -> str:
     """Return a digest of a server's answer."""
-    told: Any = str(reply) if isinstance(reply, RefusedAction) else asdict(reply)
-    text = json.dumps(told, sort_keys=True, default=str)
+    plain: Any = str(reply) if isinstance(reply, RefusedAction) else asdict(reply)
+    text = json.dumps(plain, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _as_messages(said: Said) -> list[Message]:
-    if said is None:
+def _as_messages(messages: Said) -> list[Message]:
+    if messages is None:
         return []
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    return [said] if isinstance(said, Mapping) else list(said)
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    return [messages] if isinstance(messages, Mapping) else list(messages)

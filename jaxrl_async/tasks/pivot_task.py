@@ -52,14 +52,14 @@ class Pivots(Sequence[TaskRecord]):
     """The pivots of conversations, as records that are made when they are read."""
 
     conversations: Sequence[GivenConversation]
-    places: Sequence[tuple[int, int]]  # conversation, message of the assistant
+    positions: Sequence[tuple[int, int]]  # conversation, message of the assistant
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.positions)
 
     def __getitem__(self, index: Any) -> Any:
         """Return the history as `messages`, the turn as `given`, and both as `worked`."""
-        number, at = self.places[index]
+        number, at = self.positions[index]
         one = self.conversations[number]
         given = one.messages[at]
         return {
@@ -72,9 +72,9 @@ class Pivots(Sequence[TaskRecord]):
             "turn": at,
         }
 
-    def only(self, places: Sequence[tuple[int, int]]) -> "Pivots":
+    def only(self, positions: Sequence[tuple[int, int]]) -> "Pivots":
         """Return some of the pivots."""
-        return Pivots(self.conversations, tuple(places))
+        return Pivots(self.conversations, tuple(positions))
 
 
 def pivot_task(
@@ -163,19 +163,19 @@ def _conversation(columns: Mapping[str, object]) -> GivenConversation:
 
 def pivots_of(conversations: Sequence[GivenConversation], turns: Turns, source: str) -> Pivots:
     """Return the pivots of conversations, in order. Raises DataError if no turn is one."""
-    places = [
+    positions = [
         (number, at)
         for number, one in enumerate(conversations)
         for at in range(len(one.messages))
         if _is_pivot(one.messages, at, turns)
     ]
-    if not places:
+    if not positions:
         raise DataError(
             f"{source}: no turn of the assistant is a pivot (turns={turns}). Set turns=all, or "
             "give conversations whose turns call tools."
         )
-    log.info("%s: %d pivots in %d conversations", source, len(places), len(conversations))
-    return Pivots(conversations, tuple(places))
+    log.info("%s: %d pivots in %d conversations", source, len(positions), len(conversations))
+    return Pivots(conversations, tuple(positions))
 
 
 def _is_pivot(messages: Sequence[Message], at: int, turns: Turns) -> bool:
@@ -184,8 +184,8 @@ def _is_pivot(messages: Sequence[Message], at: int, turns: Turns) -> bool:
     message = messages[at]
     if message["role"] != "assistant" or not at or messages[at - 1]["role"] == "assistant":
         return False
-    said = message.get("tool_calls") or (turns == "all" and message.get("content"))
-    return bool(said)
+    content = message.get("tool_calls") or (turns == "all" and message.get("content"))
+    return bool(content)
 
 
 def shown_turn(message: Message) -> str:
@@ -197,15 +197,15 @@ def shown_turn(message: Message) -> str:
 def _split(pivots: Pivots, source: str) -> tuple[Pivots, Pivots]:
     """Return the pivots to train on, and the held-out pivots of the last conversations: two pivots
     of one conversation share its beginning."""
-    numbers = sorted({number for number, _ in pivots.places})
+    numbers = sorted({number for number, _ in pivots.positions})
     if len(numbers) < 2:
         raise DataError(
             f"{source}: pivots of one conversation alone, so none is left to evaluate on. Give "
             "eval_path."
         )
     first = numbers[-held_out_of(len(numbers))]
-    train = [place for place in pivots.places if place[0] < first]
-    return pivots.only(train), pivots.only([p for p in pivots.places if p[0] >= first])
+    train = [position for position in pivots.positions if position[0] < first]
+    return pivots.only(train), pivots.only([p for p in pivots.positions if p[0] >= first])
 
 
 # ---- the profile
@@ -246,7 +246,7 @@ def profiled(pivots: Pivots, file: Path, max_mean: float) -> Pivots:
             f"{file}: no pivot has rewards that differ with a mean below max_mean={max_mean}. "
             "Raise it, compare less strictly (calls, similarity), or profile another policy."
         )
-    return pivots.only([pivots.places[i] for i in kept])
+    return pivots.only([pivots.positions[i] for i in kept])
 
 
 def _rewards(pivots: Pivots, file: Path) -> dict[int, list[float]]:

@@ -47,10 +47,10 @@ class ReasoningQuestions(Sequence[TaskRecord]):
         number = self._first + range(self._size)[index]
         entry = self._dataset[number]
         question = str(entry["question"])
-        asked: TaskRecord = {"question": question}
+        record: TaskRecord = {"question": question}
         if self._examples:
-            asked = {"messages": [*self._examples, {"role": "user", "content": question}]}
-        return {**asked, "answer": str(entry["answer"]), "index": number}
+            record = {"messages": [*self._examples, {"role": "user", "content": question}]}
+        return {**record, "answer": str(entry["answer"]), "index": number}
 
 
 class ReasoningScore:
@@ -121,9 +121,9 @@ def _as_conversation(questions: Sequence[TaskRecord]) -> list[Message]:
 def words_of(questions: Sequence[TaskRecord]) -> tuple[str, ...]:
     """Return the characters of some questions and answers, and the common prefix of all questions
     as one word."""
-    asked = [str(record["question"]) for record in questions]
-    common = _common_beginning(min(asked), max(asked))
-    texts = [text[len(common) :] for text in asked] + [str(r["answer"]) for r in questions]
+    prompts = [str(record["question"]) for record in questions]
+    common = _common_beginning(min(prompts), max(prompts))
+    texts = [text[len(common) :] for text in prompts] + [str(r["answer"]) for r in questions]
     characters = sorted({character for text in texts for character in text})
     return (*([common] if len(common) > 1 else ()), *characters)
 

@@ -228,10 +228,10 @@ def worked_tokens(
     Raises DataError if the format rewrites earlier turns, or writes a turn without an end token.
     """
     if isinstance(chat, PlainFormat):  # it writes no turns: a question with its answer
-        asked = chat.opening(messages[:-1], tools)
+        prompt = chat.opening(messages[:-1], tools)
         answer = chat.answer(messages[:-1], messages[-1], tools)
-        mask = np.arange(len(asked) + len(answer)) >= len(asked)
-        return np.concatenate([asked, answer]).astype(np.int32), mask
+        mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
+        return np.concatenate([prompt, answer]).astype(np.int32), mask
     token_ids, mask = NO_TOKENS, np.zeros(0, bool)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -246,8 +246,8 @@ def worked_tokens(
                 "the chat format rewrites earlier turns of a demonstration, which must be one "
                 "sequence. Leave thinking out of it, or give one with a single turn."
             )
-        drawn = turn[: ends[0] + 1]
+        own = turn[: ends[0] + 1]
         more = np.zeros(len(before) - len(token_ids), bool)
-        mask = np.concatenate([mask, more, np.ones(len(drawn), bool)])
-        token_ids = np.concatenate([before, drawn]).astype(np.int32)
+        mask = np.concatenate([mask, more, np.ones(len(own), bool)])
+        token_ids = np.concatenate([before, own]).astype(np.int32)
     return token_ids, mask

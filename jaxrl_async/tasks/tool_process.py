@@ -32,7 +32,7 @@ class ToolFailed(Exception):
 
 
 class ToolProcesses:
-    """Processes of tools, each lent to one call at a time; as many as calls run side by side. For
+    """Processes of tools, each used by one call at a time; as many as calls run side by side. For
     any thread."""
 
     def __init__(self) -> None:

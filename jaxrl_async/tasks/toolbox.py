@@ -112,26 +112,26 @@ class Toolbox:
         """
         calls = list(message.get("tool_calls") or ())
         texts = await side_by_side(
-            self._answered(call) if number < MOST_CALLS else self._refused(TOO_MANY)
+            self._answer(call) if number < MOST_CALLS else self._error(TOO_MANY)
             for number, call in enumerate(calls)
         )
-        told = [_told(call, text) for call, text in zip(calls, texts, strict=True)]
+        messages = [_tool_message(call, text) for call, text in zip(calls, texts, strict=True)]
         if unread := message.get("tool_call_errors"):
             reasons = "; ".join(str(error["reason"]) for error in unread)
-            text = await self._refused(f"error: a tool call could not be read: {reasons}")
-            told.append({"role": "user", "content": text})
-        return told
+            text = await self._error(f"error: a tool call could not be read: {reasons}")
+            messages.append({"role": "user", "content": text})
+        return messages
 
-    async def _answered(self, call: Mapping[str, object]) -> str:
-        name, arguments = _asked(call)
+    async def _answer(self, call: Mapping[str, object]) -> str:
+        name, arguments = _parsed_call(call)
         tool = self._tools.get(name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return await self._refused(f"error: there is no tool {name!r}; there are: {known}")
+            return await self._error(f"error: there is no tool {name!r}; there are: {known}")
         try:
             given = _checked(tool, arguments)
         except ValueError as error:
-            return await self._refused(f"error: {name}: {error}")
+            return await self._error(f"error: {name}: {error}")
         try:
             outcome = await self._outcome(name, tool, given, arguments)
         except TooLate:
@@ -139,7 +139,7 @@ class Toolbox:
             return f"error: {name} took more than {self._limits.timeout_s:g} s"
         if outcome.error is not None:
             kind = getattr(outcome.error, "kind", type(outcome.error).__name__)
-            return await self._refused(f"error: {name}: {kind}: {shown_error(outcome.error)}")
+            return await self._error(f"error: {name}: {kind}: {shown_error(outcome.error)}")
         return self._cut(outcome.value)
 
     async def _outcome(
@@ -148,7 +148,7 @@ class Toolbox:
         """Call a tool: in a thread, or in a process once it was found to set a signal. The call
         that finds it is made again."""
         if tool.function not in SETS_SIGNALS:
-            outcome = await self._waited_for(name, functools.partial(tool.function, **given))
+            outcome = await self._call(name, functools.partial(tool.function, **given))
             found = isinstance(outcome.error, ValueError) and MAIN_THREAD in str(outcome.error)
             if not (found and _runs_in_a_process(name, tool.function)):
                 return outcome
@@ -159,12 +159,12 @@ class Toolbox:
             raise outcome.error
         return outcome
 
-    async def _waited_for(self, name: str, work: functools.partial[Any]) -> CallOutcome:
+    async def _call(self, name: str, work: functools.partial[Any]) -> CallOutcome:
         """Call a tool, with a few retries if its service did not accept the call."""
 
         outcome = CallOutcome()
 
-        async def unless_away() -> CallOutcome:
+        async def attempt() -> CallOutcome:
             nonlocal outcome
             outcome = await run_either(work, self._threads, self._limits.timeout_s)
             if outcome.error is not None and not_begun_in(outcome.error) is not None:
@@ -173,23 +173,23 @@ class Toolbox:
 
         try:
             return await self._outages.until_answered(
-                f"the tool {name}", unless_away, tries=TRIES, patience_s=PATIENCE_S, optional=True
+                f"the tool {name}", attempt, tries=TRIES, patience_s=PATIENCE_S, optional=True
             )
         except GivenUp:
             return outcome
 
-    async def _refused(self, text: str) -> str:
+    async def _error(self, text: str) -> str:
         self._count("tool_errors")
-        text = _sayable(text)
+        text = _encodable(text)
         return text if len(text) <= ERROR_CHARS else text[: ERROR_CHARS - 3] + "..."
 
     def _cut(self, result: object) -> str:
         text = text_of(result)
         most = self._limits.result_chars
         if len(text) <= most:
-            return _sayable(text)
+            return _encodable(text)
         self._count("cut_tool_results")
-        return f"{_sayable(text[:most])}... ({len(text) - most} more characters are cut)"
+        return f"{_encodable(text[:most])}... ({len(text) - most} more characters are cut)"
 
 
 def name_of_tool(tool: Tool) -> str:
@@ -223,10 +223,10 @@ def _bound_function(
                 "be given by name. Write NAME: TYPE."
             )
         default = ... if parameter.default is parameter.empty else parameter.default
-        told: dict[str, Any] = (
+        description: dict[str, Any] = (
             {"description": texts[parameter.name]} if parameter.name in texts else {}
         )
-        described = Field(default, alias=parameter.name, **told)  # else from Annotated
+        described = Field(default, alias=parameter.name, **description)  # else from Annotated
         fields[f"argument_{number}"] = (hints[parameter.name], described)
     try:
         model: type[BaseModel] = create_model(
@@ -280,7 +280,7 @@ def _untitled(schema: object) -> Any:
     }
 
 
-def _asked(call: Mapping[str, object]) -> tuple[str, Any]:
+def _parsed_call(call: Mapping[str, object]) -> tuple[str, Any]:
     """Return name and arguments of a tool call; "" and {} if they are missing."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
@@ -328,7 +328,7 @@ def text_of(result: object) -> str:
         return str(result)
 
 
-def _sayable(text: str) -> str:
+def _encodable(text: str) -> str:
     """Return a text without unpaired surrogates, which no tokenizer encodes."""
     return text.encode("utf-8", "replace").decode()
 
@@ -367,13 +367,13 @@ def _warn_of_signals(name: str) -> bool:
     return False
 
 
-def _told(call: object, text: str) -> Message:
+def _tool_message(call: object, text: str) -> Message:
     """Return the message of the role tool that answers a call."""
     message = {"role": "tool", "content": text}
     if isinstance(call, Mapping):
         if call.get("id") is not None:
             message["tool_call_id"] = str(call["id"])
-        message["name"] = _asked(call)[0]
+        message["name"] = _parsed_call(call)[0]
     return message
 
 

@@ -43,43 +43,43 @@ def mismatch_of(given: Message, turn: Message, rules: MatchRules) -> str:
     """Return why a turn does not match a given one, one of REASONS; "": it matches."""
     if turn.get("tool_call_errors"):
         return MALFORMED
-    wanted, calls = given.get("tool_calls") or (), turn.get("tool_calls") or ()
-    if not wanted:
+    expected, calls = given.get("tool_calls") or (), turn.get("tool_calls") or ()
+    if not expected:
         if calls:
             return CALL
-        said, text = (str(message.get("content") or "") for message in (given, turn))
-        return "" if rules.text == "any" or similar(said, text, rules.similarity) else TEXT
+        content, text = (str(message.get("content") or "") for message in (given, turn))
+        return "" if rules.text == "any" or similar(content, text, rules.similarity) else TEXT
     if not calls:
         return NO_CALL
-    if len(calls) != len(wanted):
+    if len(calls) != len(expected):
         return COUNT
-    if not can_pair(wanted, calls, lambda a, b: _name(a) == _name(b)):
+    if not can_pair(expected, calls, lambda a, b: _name(a) == _name(b)):
         return TOOL
-    if rules.calls == "names" or can_pair(wanted, calls, lambda a, b: _same_call(a, b, rules)):
+    if rules.calls == "names" or can_pair(expected, calls, lambda a, b: _same_call(a, b, rules)):
         return ""
     return ARGUMENTS
 
 
 def can_pair(
-    wanted: Sequence[object], found: Sequence[object], fits: Callable[[Any, Any], bool]
+    expected: Sequence[object], found: Sequence[object], fits: Callable[[Any, Any], bool]
 ) -> bool:
-    """Return whether each of `wanted` can be paired with another one of `found` that fits it.
+    """Return whether each of `expected` can be paired with another one of `found` that fits it.
 
     Augmenting paths (Kuhn 1955): one call may fit several, so the first that fits may be wrong.
     """
-    partner: dict[int, int] = {}  # of each one found: the wanted one
+    partner: dict[int, int] = {}  # of each one found: the expected one
 
-    def placed(index: int, seen: set[int]) -> bool:
+    def assigned(index: int, seen: set[int]) -> bool:
         for other, candidate in enumerate(found):
-            if other in seen or not fits(wanted[index], candidate):
+            if other in seen or not fits(expected[index], candidate):
                 continue
             seen.add(other)
-            if other not in partner or placed(partner[other], seen):
+            if other not in partner or assigned(partner[other], seen):
                 partner[other] = index
                 return True
         return False
 
-    return all(placed(index, set()) for index in range(len(wanted)))
+    return all(assigned(index, set()) for index in range(len(expected)))
 
 
 def _name(call: Mapping[str, Any]) -> str:

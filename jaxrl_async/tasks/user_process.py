@@ -134,12 +134,12 @@ def serve_requests(reply_to: Callable[[bytes], bytes]) -> None:
         os.dup2(nothing.fileno(), 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
-        with os.fdopen(requests, "rb") as asked, os.fdopen(replies, "wb") as given:
-            while len(head := asked.read(LENGTH.size)) == LENGTH.size:
+        with os.fdopen(requests, "rb") as incoming, os.fdopen(replies, "wb") as outgoing:
+            while len(head := incoming.read(LENGTH.size)) == LENGTH.size:
                 (length,) = LENGTH.unpack(head)
-                reply = reply_to(asked.read(length))
-                given.write(LENGTH.pack(len(reply)) + reply)
-                given.flush()
+                reply = reply_to(incoming.read(length))
+                outgoing.write(LENGTH.pack(len(reply)) + reply)
+                outgoing.flush()
     finally:
         sys.stdout.flush()
         os._exit(0)  # threads of the user's file must not keep the process alive

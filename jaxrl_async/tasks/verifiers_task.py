@@ -61,7 +61,7 @@ class _Services:
 
     env: Any
     begun: int = 0  # episodes so far
-    inside: int = 0  # episodes that are currently played
+    num_played: int = 0  # episodes that are currently played
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     failed: BaseException | None = None
@@ -93,14 +93,14 @@ class EnvironmentServices:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def entered(self) -> AsyncIterator[Any]:
+    async def opened(self) -> AsyncIterator[Any]:
         """Yield an environment with open services. Raises RolloutError if they cannot be opened."""
         services = self._current
         if services is None or services.begun >= SERVED_MOST:
             services = self._current = _Services(env=self._make())
             self._begin(services)
         services.begun += 1
-        services.inside += 1
+        services.num_played += 1
         try:
             await services.ready.wait()
             if services.failed is not None:
@@ -110,8 +110,8 @@ class EnvironmentServices:
                 ) from services.failed
             yield services.env
         finally:
-            services.inside -= 1
-            if not services.inside:
+            services.num_played -= 1
+            if not services.num_played:
                 if self._current is services:
                     self._current = None
                 services.over.set()
@@ -177,7 +177,7 @@ class VerifiersPlayer:
                     "client: {base_url: ..., api_key_var: ...}}."
                 )
 
-        async with self.services.entered() as env:
+        async with self.services.opened() as env:
             slot = env.slots(self._tasks[split][index])[0]
             episode = await env.run_slot(slot, context, on_trace=begun)
         return score_of_traces(episode)
@@ -194,8 +194,8 @@ def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
     if not episode.ok:
         errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
         words = [f"{error.type}: {error.message}" for error in errors]
-        said = words[-1] if words else "the environment says that the episode failed"
-        raise (Away if says_away(said) else RolloutError)(said)
+        reason = words[-1] if words else "the environment says that the episode failed"
+        raise (Away if says_away(reason) else RolloutError)(reason)
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if not trained:
         raise RolloutError("no seat of the environment is trained")
@@ -205,9 +205,9 @@ def score_of_traces(episode: Any) -> Score | tuple[SeatScore, ...]:
         if not trace.agent.trainable:
             for name, value in _parts_of(trace, several).items():
                 others.setdefault(name, []).append(value)
-    beside = {name: sum(values) / len(values) for name, values in others.items()}
+    shared = {name: sum(values) / len(values) for name, values in others.items()}
     scores = [
-        Score(reward=float(trace.reward), parts={**beside, **_parts_of(trace, several)})
+        Score(reward=float(trace.reward), parts={**shared, **_parts_of(trace, several)})
         for trace in trained
     ]
     if len(scores) == 1:
@@ -295,18 +295,18 @@ def environment_config(loaders: Any, name: str, arguments: Mapping[str, Any]) ->
     given = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
     kind = loaders.env_config_type(name, given.get("id", ""))
     seats = _module(".configs.agent").AgentConfig
-    unplaced = []
+    without_runtime = []
     for seat, declared in kind.model_fields.items():
         if not isinstance(declared.default, seats):
             continue
-        asked = given.get(seat) or {}
-        if "runtime" in asked or "runtime" in declared.default.model_fields_set:
+        settings = given.get(seat) or {}
+        if "runtime" in settings or "runtime" in declared.default.model_fields_set:
             continue
-        given[seat] = {**asked, "runtime": {"type": "subprocess"}}
-        unplaced.append(seat)
+        given[seat] = {**settings, "runtime": {"type": "subprocess"}}
+        without_runtime.append(seat)
     config = loaders.resolve_env_config(given)
     harnesses = config.agent_harnesses()
-    for seat in unplaced:
+    for seat in without_runtime:
         if loaders.harness_class(harnesses[seat].id).EXECUTES_CODE:
             raise ConfigError(
                 f"{seat!r} is played by the harness {harnesses[seat].id!r}, which runs the "

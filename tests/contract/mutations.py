@@ -1691,9 +1691,9 @@ GROUPS = (
         "tasks/turn_match",
         ("tasks/test_turn_match.py",),
         (
-            ("if len(calls) != len(wanted):", "if len(calls) < len(wanted):"),
+            ("if len(calls) != len(expected):", "if len(calls) < len(expected):"),
             (
-                "if other not in partner or placed(partner[other], seen):",
+                "if other not in partner or assigned(partner[other], seen):",
                 "if other not in partner:",
             ),
             ("if k not in rules.ignored", "if k in rules.ignored"),
@@ -1714,7 +1714,7 @@ GROUPS = (
             ("messages[:at]]", "messages[: at + 1]]"),
             ("min(of_one) == max(of_one)", "min(of_one) == 0"),
             ("/ len(of_one) >= max_mean", "/ len(of_one) > max_mean"),
-            ("if place[0] < first]", "if place[0] <= first]"),
+            ("if position[0] < first]", "if position[0] <= first]"),
         ),
     ),
     Group(

@@ -122,7 +122,7 @@ def test_a_record_that_no_checkpoint_can_hold_is_refused(record):
 
 
 @pytest.mark.parametrize(
-    ("record", "text", "reference", "asked"),
+    ("record", "text", "reference", "messages"),
     [
         ({"question": "q", "answer": [1, 2]}, "q", "[1, 2]", []),
         ({"question": "q", "answer": {"a": None}}, "q", '{"a": null}', []),
@@ -131,11 +131,11 @@ def test_a_record_that_no_checkpoint_can_hold_is_refused(record):
         ({"prompt": [ASKED], "answer": "2"}, "1+1?", "2", [ASKED]),
     ],
 )
-def test_a_record_is_read_as_those_of_files_are(record, text, reference, asked):
+def test_a_record_is_read_as_those_of_files_are(record, text, reference, messages):
     made = TaskSource([record])[0]
-    assert (made.text, made.reference, list(made.messages)) == (text, reference, asked)
+    assert (made.text, made.reference, list(made.messages)) == (text, reference, messages)
     prompt = prompt_of(made, 0, 0)
-    assert Environment().reset(record_of(prompt)) == (asked or text)
+    assert Environment().reset(record_of(prompt)) == (messages or text)
 
 
 def test_messages_that_are_none_are_refused():
@@ -211,10 +211,10 @@ def test_examples_precede_each_question_and_are_in_neither_split():
         assert (shown["answer"], shown["index"]) == (record["answer"], record["index"])
     score = task.rewards[0]
     assert score(last["answer"], last["index"]) == {"correct": 1.0}
-    asked = {r["question"] for r in (*plain.records, *plain.held_out)}
-    for place in (0, 2):
-        question, answer = (m["content"] for m in first["messages"][place : place + 2])
-        assert question not in asked
+    questions = {r["question"] for r in (*plain.records, *plain.held_out)}
+    for start in (0, 2):
+        question, answer = (m["content"] for m in first["messages"][start : start + 2])
+        assert question not in questions
         numbers = [int(n) for n in re.findall(r"\d+", question)]
         assert int(answer) == math.gcd(*numbers)
     with pytest.raises(ConfigError, match=r"examples \(-1\) must be a whole number >= 0"):

@@ -1,4 +1,4 @@
-"""Environment servers of OpenEnv: what is said, and whole episodes at a server in a process of its
+"""Environment servers of OpenEnv: messages, and whole episodes at a server in a process of its
 own."""
 
 import asyncio
@@ -16,10 +16,10 @@ import pytest
 from jaxrl_async.codec import dumps, loads
 from jaxrl_async.errors import Away, ConfigError, RolloutError, StartOver
 from jaxrl_async.tasks.named_tasks import load_task
-from jaxrl_async.tasks.openenv_client import ServerPlace, checked_url, read_observed
+from jaxrl_async.tasks.openenv_client import ServerAddress, checked_url, read_observed
 from jaxrl_async.tasks.openenv_task import (
     CUT,
-    EnvSpeech,
+    EnvConverter,
     OpenEnvEnvironment,
     message_action,
     observation_text,
@@ -109,7 +109,7 @@ async def session(socket):
             if message["type"] == "close":
                 break
             if message["type"] == "reset":
-                secret, said, reward, done = 1 + data["seed"] % 4, "Guess from 1 to 4.", None, False
+                secret, hint, reward, done = 1 + data["seed"] % 4, "Guess from 1 to 4.", None, False
             else:
                 guess = data["guess"]
                 if guess == "hang":
@@ -125,8 +125,8 @@ async def session(socket):
                     continue
                 done = int(guess) == secret
                 reward = 1.0 if done else -0.1
-                said = "higher" if int(guess) < secret else "lower"
-            observation = {"observation": {"prompt": said}, "reward": reward, "done": done}
+                hint = "higher" if int(guess) < secret else "lower"
+            observation = {"observation": {"prompt": hint}, "reward": reward, "done": done}
             await socket.send(json.dumps({"type": "observation", "data": observation}))
     finally:
         OPEN -= 1
@@ -179,8 +179,8 @@ class Game(Environment):
             raise RuntimeError("boom")
         number = int(action.guess) if action.guess.isdigit() else 0
         done = number == self.secret
-        said = "higher" if number < self.secret else "lower"
-        return Said(prompt=said, done=done, reward=1.0 if done else -0.1)
+        hint = "higher" if number < self.secret else "lower"
+        return Said(prompt=hint, done=done, reward=1.0 if done else -0.1)
 
     @property
     def state(self):
@@ -225,11 +225,11 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def environment(url: str, **limits: float) -> OpenEnvEnvironment:
-    place = ServerPlace(url=url, **limits)
-    return OpenEnvEnvironment(place, EnvSpeech(place))
+    server = ServerAddress(url=url, **limits)
+    return OpenEnvEnvironment(server, EnvConverter(server))
 
 
-def said(text: str) -> dict[str, str]:
+def user_message(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
@@ -241,7 +241,7 @@ async def game(url: str, seed: int) -> list[float | None]:
         low, high = 1, 4
         while True:
             guess = (low + high) // 2
-            reply = await env.step(said(str(guess)))
+            reply = await env.step(user_message(str(guess)))
             assert isinstance(reply, Step)
             rewards.append(reply.reward)
             if reply.done:
@@ -261,7 +261,7 @@ async def test_more_episodes_at_once_than_the_server_holds_all_end(server: str):
     assert played == [[-0.1, 1.0], [1.0], [-0.1, 1.0], [-0.1, -0.1, 1.0]] * 2
     made = task.environment()
     assert await made.reset(task.records[3]) == "Guess from 1 to 4."
-    assert (await made.step(said("4"))).reward == 1.0
+    assert (await made.step(user_message("4"))).reward == 1.0
     await made.close()
 
 
@@ -272,7 +272,7 @@ async def test_an_environment_that_raises_and_a_server_that_stays_full_fail_the_
     env = environment(server)
     await env.reset({"seed": 3})
     with pytest.raises(RolloutError, match="boom"):
-        await env.step(said("boom"))
+        await env.step(user_message("boom"))
     await env.close()
     full = [environment(server, patience_s=0.5) for _ in range(2)]
     for one in full:
@@ -287,13 +287,13 @@ async def test_an_environment_that_raises_and_a_server_that_stays_full_fail_the_
 async def test_an_episode_continues_after_a_resume_where_the_server_answers_as_before(server: str):
     env = environment(server)
     await env.reset({"seed": 3})
-    assert (await env.step(said("1"))).messages == "higher"
+    assert (await env.step(user_message("1"))).messages == "higher"
     state = loads(dumps(env.state()))
     await env.close()  # the trainer has died, and the server's environment with it
     resumed = environment(server)
     await resumed.restore(state)
     assert resumed.state() == state
-    assert (await resumed.step(said("4"))).reward == 1.0
+    assert (await resumed.step(user_message("4"))).reward == 1.0
     await resumed.close()
     # A server that was changed meanwhile.
     for wrong in ({"reset": {"seed": 0}}, {"taken": [{**state["taken"][0], "answer": "another"}]}):
@@ -306,16 +306,16 @@ async def test_an_episode_continues_after_a_resume_where_the_server_answers_as_b
 async def test_a_server_that_hangs_dies_or_refuses(server: str):
     env = environment(server, reply_s=0.5)
     await env.reset({"seed": 3})
-    refused = await env.step(said("four"))
+    refused = await env.step(user_message("four"))
     assert isinstance(refused, str) and "guess must be a number" in refused
-    assert (await env.step(said("4"))).done
+    assert (await env.step(user_message("4"))).done
     await env.close()
     for word, error in (("hang", Away), ("die", Away)):
         env = environment(server, reply_s=0.5)
         await env.reset({"seed": 3})
         with pytest.raises(error):
-            await env.step(said(word))
+            await env.step(user_message(word))
         await env.close()
-    gone = environment("http://127.0.0.1:9", patience_s=0.3, reply_s=0.5)
+    absent = environment("http://127.0.0.1:9", patience_s=0.3, reply_s=0.5)
     with pytest.raises(RolloutError, match="does not return its actions"):
-        await gone.reset({"seed": 0})
+        await absent.reset({"seed": 0})

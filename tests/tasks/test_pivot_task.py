@@ -51,11 +51,11 @@ def traces(tmp_path: Path) -> str:
 def test_each_turn_that_the_policy_can_take_is_a_pivot(traces):
     """Not the continuation of another turn, nor one that says nothing."""
     conversations = read_conversations(traces)
-    assert [at for number, at in pivots_of(conversations, "all", "f").places if not number] == [
+    assert [at for number, at in pivots_of(conversations, "all", "f").positions if not number] == [
         2,
         4,
     ]
-    assert [at for number, at in pivots_of(conversations, "calls", "f").places if not number] == [2]
+    assert [at for n, at in pivots_of(conversations, "calls", "f").positions if not n] == [2]
     second = pivots_of(conversations, "all", "f")[1]
     assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "tool"]
     assert second["given"]["content"] == second["answer"] == "It is 1."
@@ -104,8 +104,8 @@ def test_a_profile_keeps_the_pivots_whose_rewards_vary_and_are_low(traces, tmp_p
     pivots = pivots_of(read_conversations(traces), "calls", "f")
     rewards = {0: [0, 0, 0, 0], 1: [1, 1, 1, 1], 2: [0, 1, 0, 0], 3: [1, 1, 1, 0], 4: [1, 0, 1, 0]}
     file = profile(tmp_path / "answers.jsonl", pivots, rewards)
-    assert [p[0] for p in profiled(pivots, file, 1.0).places] == [2, 3, 4]
-    assert [p[0] for p in profiled(pivots, file, 0.75).places] == [2, 4]
+    assert [p[0] for p in profiled(pivots, file, 1.0).positions] == [2, 3, 4]
+    assert [p[0] for p in profiled(pivots, file, 0.75).positions] == [2, 4]
     assert "2 of 20 pivots are kept; left out: 2 with equal rewards, 1 with a mean" in caplog.text
     assert "15 without answers" in caplog.text
     task = pivot_task(traces, turns="calls", profile=str(file))
@@ -113,16 +113,16 @@ def test_a_profile_keeps_the_pivots_whose_rewards_vary_and_are_low(traces, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("rewards", "told"),
+    ("rewards", "message"),
     [
         ({0: [1.0]}, "have one answer"),
         ({0: [1.0, 1.0]}, "no pivot has rewards that differ"),
     ],
 )
-def test_a_profile_that_says_nothing_is_refused(traces, tmp_path, rewards, told):
+def test_a_profile_that_says_nothing_is_refused(traces, tmp_path, rewards, message):
     pivots = pivots_of(read_conversations(traces), "calls", "f")
     file = profile(tmp_path / "answers.jsonl", pivots, rewards)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         profiled(pivots, file, 1.0)
 
 
@@ -144,7 +144,7 @@ def test_a_profile_of_other_turns_is_refused(traces, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"turns": "some"}, "turns .'some'. must be one of all, calls"),
         ({"calls": "x"}, "calls"),
@@ -157,8 +157,8 @@ def test_a_profile_of_other_turns_is_refused(traces, tmp_path):
         ({"nothing": 1}, "nothing"),
     ],
 )
-def test_wrong_arguments_are_refused(traces, arguments, told):
-    with pytest.raises(ConfigError, match=told):
+def test_wrong_arguments_are_refused(traces, arguments, message):
+    with pytest.raises(ConfigError, match=message):
         load_task({f"pivots:{traces}": arguments})
 
 

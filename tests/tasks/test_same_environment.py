@@ -68,17 +68,17 @@ def test_ours_answers_the_tool_and_judges_the_answer(answer, reward):
 
 
 class ScriptedPolicy(BaseHTTPRequestHandler):
-    """Asks for both prices, then says their sum."""
+    """Asks for both prices, then answers their sum."""
 
     def log_message(self, *_):
         """Say nothing."""
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        told = [float(m["content"]) for m in asked["messages"] if m["role"] == "tool"]
-        name = asked["tools"][0]["function"]["name"]
-        message = {"role": "assistant", "content": str(sum(told)) if told else None}
-        if not told:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prices = [float(m["content"]) for m in request["messages"] if m["role"] == "tool"]
+        name = request["tools"][0]["function"]["name"]
+        message = {"role": "assistant", "content": str(sum(prices)) if prices else None}
+        if not prices:
             message["tool_calls"] = [
                 {
                     "id": item,
@@ -87,7 +87,11 @@ class ScriptedPolicy(BaseHTTPRequestHandler):
                 }
                 for item in ("milk", "bread")
             ]
-        choice = {"index": 0, "message": message, "finish_reason": "stop" if told else "tool_calls"}
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "stop" if prices else "tool_calls",
+        }
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         about = {"id": "x", "object": "chat.completion", "created": 0, "model": "policy"}
         content = json.dumps({**about, "choices": [choice], "usage": usage}).encode()
@@ -149,12 +153,12 @@ shop = shop_trl.Shop()
 assert shop.reset(**row) is None
 names = [name for name, _ in inspect.getmembers(shop_trl.Shop, inspect.isfunction)]
 tools = [getattr(shop, name) for name in names if name != "reset"]
-told = [tool(item="milk") + tool(item="bread") for tool in tools]
-said = [[{"role": "assistant", "content": text}] for text in (str(told[0]), "7")]
+prices = [tool(item="milk") + tool(item="bread") for tool in tools]
+turns = [[{"role": "assistant", "content": text}] for text in (str(prices[0]), "7")]
 print(json.dumps({
     "schemas": [get_json_schema(tool)["function"]["name"] for tool in tools],
     "prompt": row["prompt"],
-    "rewards": shop_trl.correct(said, answer=[row["answer"]] * 2, prompts=[], trainer_state=None),
+    "rewards": shop_trl.correct(turns, answer=[row["answer"]] * 2, prompts=[], trainer_state=None),
 }))
 """
 """What GRPOTrainer does with an environment's class: its methods are the tools, but for `reset`."""
@@ -162,12 +166,12 @@ print(json.dumps({
 
 @pytest.mark.exhaustive
 def test_that_of_trl_is_what_its_trainer_takes():
-    home = os.environ.get("JAXRL_PEERS")
-    if not home:
+    peers = os.environ.get("JAXRL_PEERS")
+    if not peers:
         pytest.skip("JAXRL_PEERS is not set: no environments of peers (docs/agreement.md)")
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
-        [Path(home) / "trl" / "bin" / "python", "-c", AS_TRL_DOES],
+        [Path(peers) / "trl" / "bin" / "python", "-c", AS_TRL_DOES],
         capture_output=True,
         text=True,
         timeout=300,

@@ -126,13 +126,13 @@ def ask(*calls, tools=(weather,)):
         ("[" * 100_000, "error: weather: its arguments are not JSON"),
     ],
 )
-def test_arguments_are_checked_and_what_is_wrong_with_them_is_told(arguments, answer):
+def test_arguments_are_checked_and_what_is_wrong_with_them_is_reported(arguments, answer):
     (text,), faults = ask({"name": "weather", "arguments": arguments})
     assert text.startswith(answer) and len(text) < 400
     assert faults == (["tool_errors"] if answer.startswith("error") else [])
 
 
-def test_calls_that_are_no_calls_are_told_and_too_many_are_not_made():
+def test_calls_that_are_no_calls_are_reported_and_too_many_are_not_made():
     owner = Owner()
     texts, faults = ask(
         *[{"name": "note", "arguments": {"text": "x"}}] * (MOST_CALLS + 1), tools=(owner.note,)
@@ -144,7 +144,7 @@ def test_calls_that_are_no_calls_are_told_and_too_many_are_not_made():
     assert len(texts[-1]) <= 300
 
 
-def test_a_result_that_is_no_unicode_is_told_all_the_same():
+def test_a_result_that_is_no_unicode_is_returned_all_the_same():
     def name(at: int) -> str:
         """Return a file's name that is no UTF-8."""
         if at:
@@ -155,12 +155,12 @@ def test_a_result_that_is_no_unicode_is_told_all_the_same():
     assert ask(*calls, tools=(name,))[0] == ["x?", "error: name: ValueError: ?"]
 
 
-def test_a_call_that_could_not_be_read_is_told_by_the_user():
+def test_a_call_that_could_not_be_read_is_reported_by_the_user():
     faults = []
     box = Toolbox((weather,), Threads(1), ToolLimits(), faults.append)
     errors = [{"text": "<tool_call>{", "reason": "not JSON"}]
-    (told,) = asyncio.run(box({"role": "assistant", "tool_call_errors": errors}))
-    assert told["role"] == "user" and "could not be read: not JSON" in told["content"]
+    (message,) = asyncio.run(box({"role": "assistant", "tool_call_errors": errors}))
+    assert message["role"] == "user" and "could not be read: not JSON" in message["content"]
     assert faults == ["tool_errors"]
 
 
@@ -256,10 +256,10 @@ def call_of(name, **arguments):
 @pytest.mark.full
 def test_tools_that_set_signals_run_in_processes_of_their_own(caplog):
     for _ in range(2):  # the first call finds it, the second knows
-        (said,), faults = ask(call_of("query", sql="x"), tools=(query,))
-        (row,) = json.loads(said)
+        (result,), faults = ask(call_of("query", sql="x"), tools=(query,))
+        (row,) = json.loads(result)
         assert row["a"] == 1 and row["pid"] != os.getpid() and faults == []
-    # Its own limit, its errors, and arguments that do not fit, are told to the policy.
+    # Its own limit, its errors, and arguments that do not fit, are returned to the policy.
     texts, faults = ask(
         call_of("query", sql="x", wait_s=2.0, limit_s=0.1),
         call_of("query", sql="wrong"),
@@ -279,5 +279,5 @@ def test_tools_that_set_signals_run_in_processes_of_their_own(caplog):
     message = {"tool_calls": [{"id": "c", "function": call_of("query", sql="x", wait_s=60.0)}]}
     (late,) = asyncio.run(box({"role": "assistant", **message}))
     assert late["content"] == "error: query took more than 0.5 s"
-    (said,), _ = ask(call_of("query", sql="x"), tools=(query,))  # by another process
-    assert json.loads(said)[0]["a"] == 1
+    (result,), _ = ask(call_of("query", sql="x"), tools=(query,))  # by another process
+    assert json.loads(result)[0]["a"] == 1

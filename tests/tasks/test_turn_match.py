@@ -25,7 +25,7 @@ def calls(*given: dict) -> dict:
     return {"role": "assistant", "content": "", "tool_calls": list(given)}
 
 
-def said(text: str) -> dict:
+def answer(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
@@ -42,16 +42,16 @@ CASES = [
     (calls(FIND), calls(call("book", city="Paris", days=2)), {}, "tool"),
     (calls(FIND), calls(call("book", city="Paris", days=2)), {"calls": "names"}, "tool"),
     (calls(FIND), calls(FIND, FIND), {}, "number_of_calls"),
-    (calls(FIND), said("Paris"), {}, "no_call"),
-    (calls(FIND), {**said(""), **BROKEN}, {}, "malformed"),
+    (calls(FIND), answer("Paris"), {}, "no_call"),
+    (calls(FIND), {**answer(""), **BROKEN}, {}, "malformed"),
     (calls(FIND), {**calls(FIND), **BROKEN}, {}, "malformed"),
     (calls(FIND, call("book")), calls(call("book"), FIND), {}, ""),
     (calls(FIND, call("book")), calls(FIND, FIND), {}, "tool"),
-    (said("It rains."), said("No idea"), {}, ""),
-    (said("It rains."), said("No idea"), {"text": "same"}, "text"),
-    (said("It  rains."), said("it rains."), {"text": "same"}, ""),
-    (said("It rains now."), said("it rains"), {"text": "same", "similarity": 0.4}, ""),
-    (said("It rains."), calls(FIND), {}, "call"),
+    (answer("It rains."), answer("No idea"), {}, ""),
+    (answer("It rains."), answer("No idea"), {"text": "same"}, "text"),
+    (answer("It  rains."), answer("it rains."), {"text": "same"}, ""),
+    (answer("It rains now."), answer("it rains"), {"text": "same", "similarity": 0.4}, ""),
+    (answer("It rains."), calls(FIND), {}, "call"),
 ]  # fmt: skip
 
 
@@ -66,11 +66,11 @@ def test_several_calls_are_paired_where_a_pairing_exists():
     tables = itertools.product([0, 1], repeat=9)
     for table in tables:
         fits = lambda a, b, t=table: bool(t[3 * a + b])  # noqa: E731
-        wanted = any(
+        expected = any(
             all(fits(i, other) for i, other in enumerate(order))
             for order in itertools.permutations(range(3))
         )
-        assert can_pair(range(3), range(3), fits) == wanted
+        assert can_pair(range(3), range(3), fits) == expected
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_reward_is_of_the_last_message_and_says_why_it_is_0():
     messages = [{"role": "user", "content": "weather?"}, calls(FIND)]
     assert reward(messages, calls(FIND), "eos", logged.__setitem__) == {"correct": 1.0}
     assert set(logged.values()) == {0.0} and len(logged) == len(REASONS)
-    assert reward(messages, said("x"), "eos", logged.__setitem__) == {"correct": 0.0}
+    assert reward(messages, answer("x"), "eos", logged.__setitem__) == {"correct": 0.0}
     assert logged["missed_call"] == 1.0
     assert reward(messages, calls(FIND), "length", logged.__setitem__) == {"correct": 0.0}
     assert logged["missed_cut_off"] == 1.0 and logged["missed_call"] == 0.0

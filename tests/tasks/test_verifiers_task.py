@@ -35,16 +35,16 @@ TWO_TURNS = {"agent": {"harness": {"id": "verifiers_reverse", "turns": 2}}}
 
 
 class Remembers:
-    """A sampler that keeps what it drew, by request."""
+    """A sampler that keeps what it sampled, by request."""
 
     def __init__(self, sampler):
-        self._sampler, self.seed, self.drawn = sampler, sampler.seed, {}
+        self._sampler, self.seed, self.sampled = sampler, sampler.seed, {}
 
     def submit_many(self, requests):
         futures = self._sampler.submit_many(requests)
         for request, future in zip(requests, futures, strict=True):
             future.add_done_callback(
-                lambda done, name=request.request_id: self.drawn.__setitem__(name, done.result())
+                lambda done, name=request.request_id: self.sampled.__setitem__(name, done.result())
             )
         return futures
 
@@ -53,7 +53,7 @@ class Remembers:
 
 
 def played(task, records, *, members=2, saved=None, kept=None):
-    """Play each record by a group; return the groups and what the sampler drew for all of them.
+    """Play each record by a group; return the groups and what the sampler sampled for all of them.
 
     saved: the episodes of each group from a checkpoint; kept: gets them as a checkpoint at the end
     would have them.
@@ -97,7 +97,7 @@ def played(task, records, *, members=2, saved=None, kept=None):
         sampler = Remembers(inner)
         rig = serve(sampler, tokenizer)
         try:
-            return asyncio.run(groups()), sampler.drawn, tokenizer
+            return asyncio.run(groups()), sampler.sampled, tokenizer
         finally:
             closed(rig)
 
@@ -105,11 +105,11 @@ def played(task, records, *, members=2, saved=None, kept=None):
 @pytest.mark.exhaustive
 def test_an_episode_has_the_samplers_own_tokens_and_the_environments_score():
     task = load_task({NAME: TWO_TURNS})
-    groups, drawn, tokenizer = played(task, task.records[3:5])
+    groups, sampled, tokenizer = played(task, task.records[3:5])
     for number, group in enumerate(groups):
         for member, episode in enumerate(group):
             label = f"g{number}/m{member}/"
-            mine = [done for name, done in drawn.items() if name.startswith(label)]
+            mine = [done for name, done in sampled.items() if name.startswith(label)]
             assert len(mine) == 2 == episode.num_turns
             np.testing.assert_array_equal(
                 episode.token_ids[episode.drawn], np.concatenate([d.token_ids for d in mine])
@@ -137,12 +137,12 @@ def up_to_the_first_answer(saved):
 @pytest.mark.exhaustive
 def test_an_environment_continues_from_its_last_complete_turn_after_a_resume():
     task, saved = load_task({NAME: TWO_TURNS}), []
-    whole, drawn, _ = played(task, task.records[3:5], kept=saved)
-    assert len(drawn) == 8
+    whole, sampled, _ = played(task, task.records[3:5], kept=saved)
+    assert len(sampled) == 8
     cut = [[up_to_the_first_answer(member) for member in group] for group in saved]
     cut = loads(dumps(cut), SAVED_KINDS)
-    groups, drawn, _ = played(task, task.records[3:5], saved=cut)
-    assert sorted(drawn) == [f"g{g}/m{m}/t1" for g in range(2) for m in range(2)]
+    groups, sampled, _ = played(task, task.records[3:5], saved=cut)
+    assert sorted(sampled) == [f"g{g}/m{m}/t1" for g in range(2) for m in range(2)]
     for group, before in zip(groups, whole, strict=True):
         for episode, other in zip(group, before, strict=True):
             for name in ("token_ids", "drawn", "versions"):
@@ -159,11 +159,11 @@ def test_an_environment_continues_from_its_last_complete_turn_after_a_resume():
 def test_each_seat_is_an_episode_with_its_own_reward(souths):
     """Before, an episode had the mean of its seats: 0 in a game of zero sum."""
     task = load_task({"verifiers:verifiers_duel": {"souths": souths}})
-    groups, drawn, tokenizer = played(task, task.records[:2])
+    groups, sampled, tokenizer = played(task, task.records[:2])
     for number, group in enumerate(groups):
         assert len(group) == 2 * (1 + souths)
         for member in range(2):
-            mine = [d for name, d in drawn.items() if name.startswith(f"g{number}/m{member}/")]
+            mine = [d for name, d in sampled.items() if name.startswith(f"g{number}/m{member}/")]
             assert len(mine) == 1 + souths
             episodes = group[member * (1 + souths) : (member + 1) * (1 + souths)]
             seats = ["north"] + ["south"] * souths
@@ -172,8 +172,8 @@ def test_each_seat_is_an_episode_with_its_own_reward(souths):
             assert [e.peers for e in episodes] == ["north"] + [south] * souths
             assert [e.score.reward for e in episodes] == [3.0] + [-3.0] * souths
             assert [dict(e.score.parts) for e in episodes] == [
-                {f"{seat}.payoff": -3.0 if place else 3.0, f"{seat}.number": float(place)}
-                for place, seat in enumerate(seats)
+                {f"{seat}.payoff": -3.0 if index else 3.0, f"{seat}.number": float(index)}
+                for index, seat in enumerate(seats)
             ]
             for episode, seat in zip(episodes, seats, strict=True):
                 asked = tokenizer.decode(episode.token_ids[: int(np.argmax(episode.drawn))])
@@ -198,7 +198,7 @@ def test_each_attempt_of_best_of_n_has_its_own_reward():
 
 
 def words_of_failure(task, error):
-    """What a run is told where every member of a group fails."""
+    """What a run reports where every member of a group fails."""
     with pytest.raises(RolloutError, match=error):
         played(task, task.records[:1], members=1)
 
@@ -237,7 +237,7 @@ def test_services_are_opened_once_renewed_and_closed(monkeypatch):
         services = module.EnvironmentServices(Env)
 
         async def one(wait_s):
-            async with services.entered() as env:
+            async with services.opened() as env:
                 await asyncio.sleep(wait_s)
                 return env
 
@@ -259,7 +259,7 @@ def test_services_that_cannot_be_opened_say_why():
             yield
 
     async def episode():
-        async with module.EnvironmentServices(Env).entered():
+        async with module.EnvironmentServices(Env).opened():
             pass
 
     with pytest.raises(RolloutError, match="no port is free"):
