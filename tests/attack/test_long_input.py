@@ -457,7 +457,7 @@ def test_calls_whose_client_has_left_are_not_tokenized(rig, monkeypatch):
         until(lambda: begun)
         for number in range(12):
             left_at_once(rig, json.dumps({"prompt": f"long {number} " + "x" * 70_000}).encode())
-        until(lambda: rig.desk.counts.disconnected == 12)
+        until(lambda: rig.service.counts.disconnected == 12)
         with httpx.Client(base_url=rig.endpoint.address, headers={"x-api-key": KEY}) as other:
             short = other.post("/v1/completions", json={"prompt": "short", "max_tokens": 3})
         assert short.status_code == 200  # it does not wait behind the long one

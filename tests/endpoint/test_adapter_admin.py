@@ -1,4 +1,4 @@
-"""What a call may change of the adapters that are served, and what it is told otherwise."""
+"""What a call may change of the adapters that are served, and its errors otherwise."""
 
 import asyncio
 import threading
@@ -10,8 +10,8 @@ from jaxrl_async.endpoint.adapter_admin import AdapterAdmin
 from jaxrl_async.endpoint.http_errors import CallRefused
 
 
-class Shelf:
-    """Adapters whose unloading waits, and fails as it is told."""
+class SlowAdapters:
+    """Adapters whose unloading waits, and fails as scripted."""
 
     def __init__(self) -> None:
         self.names = {"a": 0}
@@ -47,22 +47,22 @@ def test_only_folders_below_the_one_that_is_named_are_loaded(tmp_path: Path) -> 
     (tmp_path / "rooted").mkdir()
     (root / "out").symlink_to(tmp_path / "rooted")
     (root / "loop").symlink_to(root / "loop")
-    admin = AdapterAdmin("base", Shelf(), loads_from=root)
+    admin = AdapterAdmin("base", SlowAdapters(), loads_from=root)
     for path in ("..", "../rooted", f"{tmp_path}", "out", "inside/../../rooted", "loop", "a\0b"):
         found = refused(admin, lora_path=path)
         assert (found.status, found.field) == (400, "lora_path"), path
     assert "added" in asyncio.run(admin.load({"lora_name": "b", "lora_path": "inside"}))
 
 
-def test_what_fails_is_told_and_can_be_asked_again(tmp_path: Path) -> None:
-    shelf = Shelf()
-    admin = AdapterAdmin("base", shelf, loads_from=tmp_path)
+def test_a_failure_is_reported_and_can_be_retried(tmp_path: Path) -> None:
+    adapters = SlowAdapters()
+    admin = AdapterAdmin("base", adapters, loads_from=tmp_path)
     for error, status, words in (
         (TimeoutError("its requests were not done"), 503, "its requests were not done"),
         (PermissionError(13, "Permission denied", "/secret"), 400, "'b'.*Permission denied"),
         (RuntimeError("a defect"), None, "a defect"),
     ):
-        shelf.error = error
+        adapters.error = error
         if status is None:
             with pytest.raises(RuntimeError, match=words):
                 asyncio.run(admin.load({"lora_name": "b", "lora_path": "."}))
@@ -75,21 +75,21 @@ def test_what_fails_is_told_and_can_be_asked_again(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_one_call_at_a_time_changes_an_adapter_also_if_its_client_goes(tmp_path: Path) -> None:
-    shelf = Shelf()
-    admin = AdapterAdmin("base", shelf, loads_from=tmp_path)
+    adapters = SlowAdapters()
+    admin = AdapterAdmin("base", adapters, loads_from=tmp_path)
 
     async def play() -> None:
-        asked = asyncio.create_task(admin.unload({"lora_name": "a"}))
-        await asyncio.to_thread(shelf.begun.acquire)
-        asked.cancel()  # the client goes away
-        await asyncio.gather(asked, return_exceptions=True)
+        unload = asyncio.create_task(admin.unload({"lora_name": "a"}))
+        await asyncio.to_thread(adapters.begun.acquire)
+        unload.cancel()  # the client goes away
+        await asyncio.gather(unload, return_exceptions=True)
         for _ in range(8):
             with pytest.raises(CallRefused, match="being changed by another call"):
                 await admin.unload({"lora_name": "a"})
         await admin.load({"lora_name": "b", "lora_path": "."})
-        shelf.go.set()
-        while "a" in shelf.names:
+        adapters.go.set()
+        while "a" in adapters.names:
             await asyncio.sleep(0.001)
 
     asyncio.run(asyncio.wait_for(play(), 30))
-    assert shelf.names == {"b": 0} and not shelf.begun.acquire(blocking=False)
+    assert adapters.names == {"b": 0} and not adapters.begun.acquire(blocking=False)

@@ -1,4 +1,4 @@
-"""The endpoint with the official clients: they get what a direct call of the sampler draws."""
+"""The endpoint with the official clients: they get what a direct call of the sampler returns."""
 
 import asyncio
 import contextlib
@@ -51,15 +51,15 @@ def flat(rows) -> list:
     return list(itertools.chain.from_iterable(rows))
 
 
-def drawn_directly(rig: Rig, token_ids, *, count=12, key=(7, 0), **wishes) -> Completion:
-    """What the sampler draws for a request with the key that a call's seed makes."""
+def sampled_directly(rig: Rig, token_ids, *, count=12, key=(7, 0), **options) -> Completion:
+    """What the sampler returns for a request with the key that a call's seed makes."""
     request = Request(
         request_id="direct",
         token_ids=np.array(token_ids, np.int32),
         max_new_tokens=count,
         stop_token_ids=rig.tokenizer.eos_ids,
         key=key,
-        **wishes,
+        **options,
     )
     return rig.sampler.generate([request])[0]
 
@@ -82,10 +82,10 @@ def until(is_so, seconds: float = 20.0) -> None:
 
 
 @pytest.mark.full
-def test_a_chat_draws_what_the_sampler_draws(rig: Rig):
+def test_a_chat_returns_what_the_sampler_samples(rig: Rig):
     reply = rig.chat(seed=7, temperature=0.8, top_p=0.9, extra_body={"top_k": 50})
     sampling = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
-    done = drawn_directly(rig, reply.prompt_token_ids, sampling=sampling)
+    done = sampled_directly(rig, reply.prompt_token_ids, sampling=sampling)
     assert is_same(reply.choices[0], done)
     assert reply.usage.completion_tokens == len(done.token_ids)
     assert reply.choices[0].finish_reason == ("stop" if done.stop == "eos" else "length")
@@ -96,7 +96,7 @@ def test_a_chat_draws_what_the_sampler_draws(rig: Rig):
 def test_each_of_several_answers_has_its_own_random_numbers(rig: Rig):
     reply = rig.chat(seed=7, n=4)
     for i, choice in enumerate(reply.choices):
-        assert is_same(choice, drawn_directly(rig, reply.prompt_token_ids, key=(7, i)))
+        assert is_same(choice, sampled_directly(rig, reply.prompt_token_ids, key=(7, i)))
     assert len({tuple(c.token_ids) for c in reply.choices}) == 4
 
 
@@ -119,7 +119,7 @@ def test_a_stream_is_the_whole_answer_in_parts(rig: Rig):
 @pytest.mark.full
 def test_completions_take_text_and_token_ids(rig: Rig):
     ids = rig.tokenizer.encode("the user asked").tolist()
-    done = drawn_directly(rig, ids, key=(3, 0))
+    done = sampled_directly(rig, ids, key=(3, 0))
     for prompt in ("the user asked", ids):
         more = {"return_token_ids": True}
         reply = rig.openai.completions.create(
@@ -142,8 +142,8 @@ MIXED = "Hi 😀🎉 naïve 日本語 คำตอบ الجواب done"
 def test_offsets_and_bytes_of_log_probs_are_those_of_the_text(talking: Rig, stream, named_by_id):
     talking.sampler.texts = [MIXED]
     more = {"return_tokens_as_token_ids": named_by_id, "return_token_ids": True}
-    asked = {"prompt": "x", "max_tokens": 200, "logprobs": 1, "extra_body": more}
-    reply = talking.openai.completions.create(model="m", stream=stream, **asked)
+    fields = {"prompt": "x", "max_tokens": 200, "logprobs": 1, "extra_body": more}
+    reply = talking.openai.completions.create(model="m", stream=stream, **fields)
     parts = [r.choices[0] for r in (reply if stream else [reply]) if r.choices]
     text = "".join(part.text for part in parts)
     assert text == MIXED
@@ -154,9 +154,9 @@ def test_offsets_and_bytes_of_log_probs_are_those_of_the_text(talking: Rig, stre
     for token in ids:
         starts.append(starts[-1] + len(talking.tokenizer.token_bytes(token)))
     owner = [i for i, c in enumerate(text) for _ in c.encode()]
-    drawn = [i for i, start in enumerate(starts[:-1]) if start < len(owner)]
-    assert [offsets[i] for i in drawn] == [owner[starts[i]] for i in drawn]
-    assert len(drawn) >= len(ids) - 1  # all but the end token
+    sampled = [i for i, start in enumerate(starts[:-1]) if start < len(owner)]
+    assert [offsets[i] for i in sampled] == [owner[starts[i]] for i in sampled]
+    assert len(sampled) >= len(ids) - 1  # all but the end token
 
 
 @pytest.mark.full
@@ -169,19 +169,19 @@ def test_bytes_of_a_chats_tokens_joined_are_the_text(talking: Rig):
 
 
 @pytest.mark.full
-def test_messages_draw_what_the_sampler_draws(rig: Rig):
-    asked = {"model": "m", "max_tokens": 12, "messages": HI, "system": "Be"}
-    asked["extra_body"] = {"temperature": 0.0}
-    message = rig.anthropic.messages.create(**asked)
+def test_messages_return_what_the_sampler_samples(rig: Rig):
+    fields = {"model": "m", "max_tokens": 12, "messages": HI, "system": "Be"}
+    fields["extra_body"] = {"temperature": 0.0}
+    message = rig.anthropic.messages.create(**fields)
     prompt = rig.tokenizer.encode(
         "<|im_start|>system\nBe<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    done = drawn_directly(rig, prompt, sampling=SamplingParams(temperature=0.0))
-    said = rig.desk.served.chat.message(done.token_ids, ())
-    assert message.content[-1].text == said["content"]
+    done = sampled_directly(rig, prompt, sampling=SamplingParams(temperature=0.0))
+    expected = rig.service.served.chat.message(done.token_ids, ())
+    assert message.content[-1].text == expected["content"]
     assert message.usage.output_tokens == len(done.token_ids)
     assert message.usage.input_tokens == len(prompt)
-    with rig.anthropic.messages.stream(**asked) as stream:
+    with rig.anthropic.messages.stream(**fields) as stream:
         final = stream.get_final_message()
     assert [b.text for b in final.content] == [b.text for b in message.content]
     assert final.usage == message.usage
@@ -200,10 +200,10 @@ def test_token_ids_come_as_our_own_vllm_client_reads_them(rig: Rig):
     body["sampling_params"]["seed"] = 4
     reply = rig.http.post("/inference/v1/generate", json=body | {"return_sampling_mask": True})
     (done,) = rig.sampler.generate([request])
-    drawn = checked_reply(reply.json(), request, "weights", 0)
-    assert np.array_equal(drawn.token_ids, done.token_ids)
-    assert np.array_equal(drawn.logprobs, done.logprobs)
-    assert np.array_equal(drawn.versions, done.versions)
+    found = checked_reply(reply.json(), request, "weights", 0)
+    assert np.array_equal(found.token_ids, done.token_ids)
+    assert np.array_equal(found.logprobs, done.logprobs)
+    assert np.array_equal(found.versions, done.versions)
     masks = reply.json()["choices"][0]["sampling_mask"]
     assert len(masks) == len(done.token_ids) and all(len(m) <= 20 for m in masks)
     assert all(t in m for t, m in zip(done.token_ids.tolist(), masks, strict=True))
@@ -230,7 +230,7 @@ async def test_the_client_of_renderers_takes_the_answer(rig: Rig):
             client=caller, renderer=Bare(), messages=HI, model="tiny", prompt_ids=prompt,
             sampling_params={"max_tokens": 8, "seed": 2, "temperature": 1.0},
         )  # fmt: skip
-    done = drawn_directly(rig, prompt, count=8, key=(2, 0))
+    done = sampled_directly(rig, prompt, count=8, key=(2, 0))
     assert result["completion_ids"] == done.token_ids.tolist()
     assert np.array_equal(np.float32(result["completion_logprobs"]), done.logprobs)
 
@@ -266,8 +266,8 @@ def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it(rig: Rig):
 def test_the_next_turn_begins_with_the_very_tokens_of_the_last(rig: Rig):
     named = {"x-session-id": "talk"}
     first = rig.chat(seed=5, extra_headers=named)
-    said = [*HI, first.choices[0].message.model_dump(exclude_none=True)]
-    more = [*said, {"role": "user", "content": "More"}]
+    earlier = [*HI, first.choices[0].message.model_dump(exclude_none=True)]
+    more = [*earlier, {"role": "user", "content": "More"}]
     second = rig.chat(messages=more, seed=5, extra_headers=named)
     before = first.prompt_token_ids + first.choices[0].token_ids
     assert second.prompt_token_ids[: len(before)] == before
@@ -291,7 +291,7 @@ def opened(rig: Rig, position: int = 3, **bounds):
     return rig.sessions.open(rig.sampler, member, limits, SessionLimits(**bounds))
 
 
-def test_a_session_becomes_an_episode_of_what_was_drawn(rig: Rig):
+def test_a_session_becomes_an_episode_of_what_was_sampled(rig: Rig):
     session = opened(rig)
     with openai.OpenAI(base_url=f"{rig.endpoint.address}/v1", api_key=session.key) as client:
         messages, turns = list(HI), []
@@ -321,12 +321,12 @@ def test_a_session_becomes_an_episode_of_what_was_drawn(rig: Rig):
     assert [m["content"] for m in episode.opened] == [m["content"] for m in HI]
     assert episode.messages[2]["content"] == turns[1].choices[0].message.content
     assert episode.token_ids[episode.drawn].tolist() == flat(t.choices[0].token_ids for t in turns)
-    drawn = np.flatnonzero(episode.drawn)
-    last_of_turn = drawn[len(turns[0].choices[0].token_ids + turns[1].choices[0].token_ids) - 1]
+    sampled = np.flatnonzero(episode.drawn)
+    last_of_turn = sampled[len(turns[0].choices[0].token_ids + turns[1].choices[0].token_ids) - 1]
     assert np.flatnonzero(episode.score.token_rewards).tolist() == [last_of_turn]
-    told = [e.logprob for t in turns for e in t.choices[0].logprobs.content]
-    assert np.array_equal(episode.logprobs[episode.drawn], np.float32(told))
-    direct = drawn_directly(
+    logprobs = [e.logprob for t in turns for e in t.choices[0].logprobs.content]
+    assert np.array_equal(episode.logprobs[episode.drawn], np.float32(logprobs))
+    direct = sampled_directly(
         rig, turns[0].prompt_token_ids, count=10, key=(3, 1),
         sampling=SamplingParams(temperature=0.9),
     )  # fmt: skip
@@ -340,20 +340,20 @@ def test_many_sessions_at_once_keep_apart(rig: Rig):
 
     def talk(session) -> list[int]:
         shown = {"x-api-key": session.key}
-        drawn: list[int] = []
+        sampled: list[int] = []
         messages = list(HI)
         for _ in range(2):
             body = {"messages": messages, "return_token_ids": True, "n": 2}
             choices = rig.http.post("/v1/chat/completions", json=body, headers=shown).json()[
                 "choices"
             ]
-            drawn += [t for c in choices for t in c["token_ids"]]
+            sampled += [t for c in choices for t in c["token_ids"]]
             messages = [*messages, choices[1]["message"], {"role": "user", "content": "So"}]
-        return drawn
+        return sampled
 
     with ThreadPoolExecutor(12) as clients:
-        drawn = list(clients.map(talk, sessions))
-    for session, ids in zip(sessions, drawn, strict=True):
+        sampled = list(clients.map(talk, sessions))
+    for session, ids in zip(sessions, sampled, strict=True):
         session.finish()
         episode = session.episode()
         assert len(episode.starts) == 3, "of four answers one continues another"
@@ -379,13 +379,13 @@ def test_tools_are_called_and_answered_in_openai_form(talking: Rig, stream):
     talking.sampler.requests.clear()
     tools = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
     messages: list = [{"role": "user", "content": "1+2?"}]
-    asked = {"model": "m", "tools": tools, "extra_headers": {"x-session-id": f"tools {stream}"}}
+    fields = {"model": "m", "tools": tools, "extra_headers": {"x-session-id": f"tools {stream}"}}
     create = talking.openai.chat.completions.create
     if stream:
-        with talking.openai.chat.completions.stream(messages=messages, **asked) as events:
+        with talking.openai.chat.completions.stream(messages=messages, **fields) as events:
             choice = events.get_final_completion().choices[0]
     else:
-        choice = create(messages=messages, **asked).choices[0]
+        choice = create(messages=messages, **fields).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I add.")
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
@@ -395,7 +395,7 @@ def test_tools_are_called_and_answered_in_openai_form(talking: Rig, stream):
         {"id": call.id, "type": "function",
          "function": {"name": "add", "arguments": call.function.arguments}}]}  # fmt: skip
     messages += [answer, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-    last = create(messages=messages, **asked).choices[0]
+    last = create(messages=messages, **fields).choices[0]
     assert (last.finish_reason, last.message.content) == ("stop", "It is 3.")
     first, second = (talking.tokenizer.decode_all(r.token_ids) for r in talking.sampler.requests)
     assert second.startswith(first) and "let me see" in second and "<tool_response>" in second
@@ -409,13 +409,13 @@ def test_tools_are_called_and_answered_in_anthropic_form(talking: Rig, stream):
     talking.sampler.requests.clear()
     tools = [{"name": "add", "description": "adds", "input_schema": PARAMETERS}]
     messages: list = [{"role": "user", "content": "1+2?"}]
-    asked = {"model": "m", "tools": tools, "max_tokens": 90}
-    asked["extra_headers"] = {"x-session-id": f"blocks {stream}"}
+    fields = {"model": "m", "tools": tools, "max_tokens": 90}
+    fields["extra_headers"] = {"x-session-id": f"blocks {stream}"}
 
     def ask():
         if not stream:
-            return talking.anthropic.messages.create(messages=messages, **asked)
-        with talking.anthropic.messages.stream(messages=messages, **asked) as events:
+            return talking.anthropic.messages.create(messages=messages, **fields)
+        with talking.anthropic.messages.stream(messages=messages, **fields) as events:
             return events.get_final_message()
 
     first = ask()
@@ -434,7 +434,7 @@ def test_tools_are_called_and_answered_in_anthropic_form(talking: Rig, stream):
     assert two.startswith(one) and "let me see" in two
 
 
-def test_tool_calls_stay_text_where_none_are_wanted(talking: Rig):
+def test_tool_calls_stay_text_where_none_are_given(talking: Rig):
     talking.sampler.texts = [CALL]
     tools = [{"type": "function", "function": {"name": "add"}}]
     reply = talking.openai.chat.completions.create(
@@ -445,7 +445,7 @@ def test_tool_calls_stay_text_where_none_are_wanted(talking: Rig):
 
 
 @pytest.mark.full
-def test_a_long_answer_is_streamed_while_it_is_drawn(talking: Rig):
+def test_a_long_answer_is_streamed_while_it_is_sampled(talking: Rig):
     text = "a word and " * 12
     talking.sampler.texts = [text]
     parts = talking.openai.chat.completions.create(model="m", messages=HI, stream=True)
@@ -516,14 +516,14 @@ def test_what_cannot_be_served_is_refused_by_name(rig: Rig, body, field):
         ("/v1/unheard", b"{}", 404),
     ],
 )  # fmt: skip
-def test_garbage_is_told_what_is_wrong(rig: Rig, path, content, status):
+def test_garbage_is_answered_with_what_is_wrong(rig: Rig, path, content, status):
     reply = rig.http.post(path, content=content)
     assert reply.status_code == status
     assert reply.json()["error"]["message"]
     assert ("type" in reply.json()) == path.startswith("/v1/messages")
 
 
-def test_strangers_are_not_served(rig: Rig):
+def test_calls_without_a_key_are_not_served(rig: Rig):
     for client, call in (
         (openai.OpenAI(base_url=f"{rig.endpoint.address}/v1", api_key="x", max_retries=0), "o"),
         (anthropic.Anthropic(base_url=rig.endpoint.address, api_key="x", max_retries=0), "a"),
@@ -605,7 +605,7 @@ def test_an_answer_that_takes_too_long_is_ended(stream):
 
 
 @pytest.mark.full
-def test_a_flood_is_told_to_come_back():
+def test_a_flood_is_answered_with_retry_after():
     generate = Speaker(byte_tokenizer(CHATML), ["word " * 8] * 40, step=4)
     rig = serve(generate, byte_tokenizer(CHATML), EndpointLimits(max_open_calls=3))
     with ThreadPoolExecutor(20) as clients:

@@ -35,15 +35,15 @@ def streamed(rig: Rig, seed: int) -> tuple[str, list[int]]:
     return text, tokens
 
 
-def test_streams_over_two_samplers_are_what_one_of_them_draws():
+def test_streams_over_two_samplers_are_what_one_of_them_samples():
     router = Router([on_device(0), on_device(1)])
     rig = serve(router, byte_tokenizer(CHATML))
     try:
         with ThreadPoolExecutor(8) as clients:
             found = list(clients.map(lambda seed: streamed(rig, seed), range(16)))
-        assert all(s.stats().requests_done for s in router.samplers), "both have drawn"
+        assert all(s.stats().requests_done for s in router.samplers), "both have sampled"
         prompt = rig.chat(seed=0, max_tokens=1).prompt_token_ids
-        wishes = [
+        requests = [
             Request(
                 request_id=f"direct{seed}",
                 token_ids=np.array(prompt, np.int32),
@@ -54,15 +54,15 @@ def test_streams_over_two_samplers_are_what_one_of_them_draws():
             )
             for seed in range(16)
         ]
-        for (text, tokens), done in zip(found, router.generate(wishes), strict=True):
+        for (text, tokens), done in zip(found, router.generate(requests), strict=True):
             assert tokens == done.token_ids.tolist()
-            assert text == rig.desk.served.chat.message(done.token_ids, ())["content"]
+            assert text == rig.service.served.chat.message(done.token_ids, ())["content"]
     finally:
         closed(rig)
         router.close()
 
 
-def test_experts_come_with_the_tokens_that_they_drew():
+def test_experts_come_with_the_tokens_that_they_sampled():
     size = tiny_policy()[0].vocab
     shape = schema.ArchitectureSection(
         layers=2, width=16, heads=2, kv_heads=1, head_dim=8, mlp=32, family="qwen3_moe",
@@ -87,15 +87,15 @@ def test_experts_come_with_the_tokens_that_they_drew():
                 ]
             )
             for start in (0, 20):
-                wish = {"max_tokens": 9, "seed": 4, "routed_experts_prompt_start": start}
-                body = {"token_ids": prompt, "sampling_params": wish}
+                params = {"max_tokens": 9, "seed": 4, "routed_experts_prompt_start": start}
+                body = {"token_ids": prompt, "sampling_params": params}
                 reply = rig.http.post("/inference/v1/generate", json=body)
                 choice = reply.json()["choices"][0]
-                told = choice["routed_experts"]
-                found = np.frombuffer(base64.b64decode(told["data"]), told["dtype"])
+                experts = choice["routed_experts"]
+                found = np.frombuffer(base64.b64decode(experts["data"]), experts["dtype"])
                 assert choice["token_ids"] == done.token_ids.tolist()
-                assert told["start"] == start and done.expert_ids is not None
-                found = found.reshape(told["shape"])
+                assert experts["start"] == start and done.expert_ids is not None
+                found = found.reshape(experts["shape"])
                 np.testing.assert_array_equal(found, done.expert_ids[start:])
                 assert found.shape == (len(done.expert_ids) - start, 2, 2)
         finally:

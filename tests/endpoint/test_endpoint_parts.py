@@ -99,16 +99,16 @@ def test_a_chat_answer_in_parts_is_the_answer(data, pieces, has_tools, chat, kno
         versions=np.zeros(len(ids), np.int32), stop=StopReason.LENGTH,
     )  # fmt: skip
     answer = GeneratedAnswer(completion=done, text=TOKENIZER.decode(ids), stop=None)
-    said = chat_answer(answer, turn(ids), ANY_TOOL)
+    reply = chat_answer(answer, turn(ids), ANY_TOOL)
     assert has_tools or (
-        not said.tool_calls
-        and said.content.count("<tool_call>") + (said.reasoning or "").count("<tool_call>")
+        not reply.tool_calls
+        and reply.content.count("<tool_call>") + (reply.reasoning or "").count("<tool_call>")
         == "".join(pieces).count("<tool_call>")
     )
-    found += deltas.end(said)
-    assert "".join(d.content for d in found) == said.content
-    assert "".join(d.reasoning for d in found) == (said.reasoning or "")
-    assert tuple(d.call[1] for d in found if d.call is not None) == said.tool_calls
+    found += deltas.end(reply)
+    assert "".join(d.content for d in found) == reply.content
+    assert "".join(d.reasoning for d in found) == (reply.reasoning or "")
+    assert tuple(d.call[1] for d in found if d.call is not None) == reply.tool_calls
 
 
 @pytest.mark.parametrize(
@@ -126,54 +126,54 @@ def test_a_stream_holds_back_only_what_may_become_a_mark(text, tools):
 USER = {"role": "user", "content": "1+2?"}
 
 
-def told(conversations: Conversations, messages, text: str, tools=()):
-    """Draw a text for these messages; return the prompt, and the messages with the answer."""
+def answered(conversations: Conversations, messages, text: str, tools=()):
+    """Sample a text for these messages; return the prompt, and the messages with the answer."""
     prompt = conversations.prompt(CHAT, read_messages(messages), tools)
-    drawn = np.append(TOKENIZER.encode(text), TOKENIZER.eos_ids[0]).astype(np.int32)
-    message = CHAT.message(drawn, tools)
-    conversations.remember(prompt, drawn, message)
-    return prompt, [*messages, message], [*prompt.token_ids, *drawn]
+    sampled = np.append(TOKENIZER.encode(text), TOKENIZER.eos_ids[0]).astype(np.int32)
+    message = CHAT.message(sampled, tools)
+    conversations.remember(prompt, sampled, message)
+    return prompt, [*messages, message], [*prompt.token_ids, *sampled]
 
 
-def test_a_conversation_goes_on_with_the_tokens_that_were_drawn():
+def test_a_conversation_goes_on_with_the_tokens_that_were_sampled():
     conversations = Conversations()
     call = '<tool_call>\n{"name":"add",  "arguments":{"b":2,"a":1}}\n</tool_call>'
-    _, said, tokens = told(conversations, [USER], call, TOOLS)
-    retold = {**said[-1], "content": None}
-    retold["tool_calls"] = [
+    _, messages, tokens = answered(conversations, [USER], call, TOOLS)
+    rewritten = {**messages[-1], "content": None}
+    rewritten["tool_calls"] = [
         {"id": "x1", "type": "function", "function": {"name": "add", "arguments": '{"a":1, "b":2}'}}
     ]
     result = {"role": "tool", "tool_call_id": "x1", "content": "3"}
-    prompt, said, more = told(conversations, [USER, retold, result], "3", TOOLS)
+    prompt, messages, more = answered(conversations, [USER, rewritten, result], "3", TOOLS)
     assert prompt.continued and prompt.token_ids[: len(tokens)].tolist() == tokens
-    prompt = conversations.prompt(CHAT, read_messages([*said, USER]), TOOLS)
+    prompt = conversations.prompt(CHAT, read_messages([*messages, USER]), TOOLS)
     assert prompt.continued and prompt.token_ids[: len(more)].tolist() == more
     for other in (
-        [*said[:3], {**said[3], "content": "4"}, USER],
-        [{**USER, "content": "?"}, *said[1:], USER],
+        [*messages[:3], {**messages[3], "content": "4"}, USER],
+        [{**USER, "content": "?"}, *messages[1:], USER],
     ):
         assert not conversations.prompt(CHAT, read_messages(other), TOOLS).continued
-    assert not conversations.prompt(CHAT, read_messages([*said, USER]), ()).continued
+    assert not conversations.prompt(CHAT, read_messages([*messages, USER]), ()).continued
 
 
 def test_reasoning_may_be_left_out_but_not_changed():
     conversations = Conversations()
     text = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-    _, said, _ = told(conversations, [USER], text, TOOLS)
+    _, messages, _ = answered(conversations, [USER], text, TOOLS)
     result = {"role": "tool", "tool_call_id": "x", "content": "3"}
-    bare = {k: v for k, v in said[-1].items() if k != "reasoning_content"}
-    assert conversations.prompt(CHAT, read_messages([USER, said[-1], result]), TOOLS).continued
+    bare = {k: v for k, v in messages[-1].items() if k != "reasoning_content"}
+    assert conversations.prompt(CHAT, read_messages([USER, messages[-1], result]), TOOLS).continued
     assert conversations.prompt(CHAT, read_messages([USER, bare, result]), TOOLS).continued
-    other = {**said[-1], "reasoning_content": "ha"}
+    other = {**messages[-1], "reasoning_content": "ha"}
     assert not conversations.prompt(CHAT, read_messages([USER, other, result]), TOOLS).continued
 
 
 def test_old_answers_are_forgotten():
     conversations, answer = Conversations(), {"role": "assistant", "content": "I"}
-    drawn = np.ones(MAX_REMEMBERED // 4, np.int32)
+    sampled = np.ones(MAX_REMEMBERED // 4, np.int32)
     for i in range(6):
-        asked = ({"role": "user", "content": str(i)},)
-        conversations.remember(conversations.prompt(Plain(), asked, ()), drawn, answer)
+        messages = ({"role": "user", "content": str(i)},)
+        conversations.remember(conversations.prompt(Plain(), messages, ()), sampled, answer)
     more = ({"role": "user", "content": "more"},)
     known = [
         conversations.prompt(Plain(), ({"role": "user", "content": str(i)}, answer, *more), ())
@@ -231,12 +231,12 @@ def test_a_guests_conversation_is_forgotten_once_it_has_idled():
     now = [0.0]
     tokenizer = byte_tokenizer(QWEN3)
     served, limits = served_by(Speaker(tokenizer, []), tokenizer), EndpointLimits(guest_idle_s=10)
-    desk = EndpointService(served, limits, guest_keys=(KEY,), clock=lambda: now[0])
-    first = desk.caller(KEY, "talk").conversations
+    service = EndpointService(served, limits, guest_keys=(KEY,), clock=lambda: now[0])
+    first = service.caller(KEY, "talk").conversations
     now[0] = 10.0
-    assert desk.caller(KEY, "talk").conversations is first
+    assert service.caller(KEY, "talk").conversations is first
     now[0] = 20.5
-    assert desk.caller(KEY, "talk").conversations is not first
+    assert service.caller(KEY, "talk").conversations is not first
 
 
 def test_the_endpoint_of_a_run_has_all_that_the_core_reads():

@@ -47,7 +47,7 @@ from openai import OpenAI
 from jaxrl_async.tasks.guess_number import GuessNumber
 
 ADDRESS, KEY, SAID = sys.argv[1:]
-said, left, lock = Counter(), set(), threading.Lock()
+counts, left, lock = Counter(), set(), threading.Lock()
 
 
 def post(path, key, body):
@@ -95,12 +95,12 @@ def agent(number):
         task = reply.json()
         taken += 1
         with lock:
-            said["held out" if task["held_out"] else "taken"] += 1
+            counts["held out" if task["held_out"] else "taken"] += 1
         if number == 0 and taken % 2 and leaves(task):
-            said["vanished"] += 1
+            counts["vanished"] += 1
             continue
         if number == 1 and taken % 2 and leaves(task):
-            said["given up"] += 1
+            counts["given up"] += 1
             post("/v1/session/end", task["reward_key"], {"failed": "no disk"})
             continue
         try:
@@ -108,10 +108,10 @@ def agent(number):
             post("/v1/session/reward", task["reward_key"], {"reward": reward}).raise_for_status()
             post("/v1/session/end", task["reward_key"], {}).raise_for_status()
             with lock:
-                said["played"] += 1
+                counts["played"] += 1
         except Exception as error:
             with lock:
-                said[type(error).__name__] += 1
+                counts[type(error).__name__] += 1
 
 
 agents = [threading.Thread(target=agent, args=(n,)) for n in range(8)]
@@ -120,7 +120,7 @@ for thread in agents:
 for thread in agents:
     thread.join()
 with open(SAID, "w") as file:
-    json.dump(said, file)
+    json.dump(counts, file)
 '''
 TINY = (
     "model.architecture={layers: 1, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp: 64}",
@@ -147,7 +147,7 @@ def test_agents_in_another_process_play_a_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("openai", reason="needs the official client")
-    task, agents, said = (tmp_path / name for name in ("task.py", "agents.py", "said.json"))
+    task, agents, counts = (tmp_path / name for name in ("task.py", "agents.py", "said.json"))
     task.write_text(TASK, encoding="utf-8")
     agents.write_text(AGENTS, encoding="utf-8")
     port = free_port()
@@ -159,7 +159,7 @@ def test_agents_in_another_process_play_a_whole_run(
         f"task={task}:records_alone",
         f"endpoint={{external_agents: true, port: {port}}}",
     )
-    words = [sys.executable, str(agents), f"http://127.0.0.1:{port}", "for agents", str(said)]
+    words = [sys.executable, str(agents), f"http://127.0.0.1:{port}", "for agents", str(counts)]
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path}) as process:
@@ -168,11 +168,11 @@ def test_agents_in_another_process_play_a_whole_run(
             assert process.wait(60) == 0, "they end by themselves when the run has ended"
         finally:
             process.kill()
-    told = json.loads(said.read_text())
-    assert told["vanished"] >= 1 and told["given up"] >= 1 and told["played"] >= 4 * 8
-    assert told["held out"] >= 3 * 4, "evaluations before, between and after"
+    counted = json.loads(counts.read_text())
+    assert counted["vanished"] >= 1 and counted["given up"] >= 1 and counted["played"] >= 4 * 8
+    assert counted["held out"] >= 3 * 4, "evaluations before, between and after"
     lines = [line for line in metrics_of(config) if line["step"]]
-    left = told["vanished"] + told["given up"]
+    left = counted["vanished"] + counted["given up"]
     assert 1 <= sum(line["faults/abandoned_sessions"] for line in lines) <= left
     assert not any(line["faults/failed_groups"] for line in lines)
     found = audit_run(Path(config.run.dir) / config.run.name)

@@ -1,4 +1,4 @@
-"""A served model that reads images, asked in each protocol."""
+"""A served model that reads images, called in each protocol."""
 
 import base64
 import io
@@ -30,11 +30,11 @@ def test_every_protocol_reads_the_same_image(tmp_path: Path) -> None:
     data = base64.b64encode(file.getvalue()).decode()
     url, text = f"data:image/png;base64,{data}", {"type": "text", "text": "what"}
     picture = {"type": "image_url", "image_url": {"url": url}}
-    asked = [{"role": "user", "content": [picture, text]}]
+    messages = [{"role": "user", "content": [picture, text]}]
     section = schema.SamplerSection(slots=4, max_length=64, max_new_tokens=8, block=4)
     with jr.Asker(tmp_path, section=section) as asker:
-        request = asker._request(asked, 8, jr.SamplingParams(temperature=0))
-        (wanted,) = asker._sampler.generate([request])
+        request = asker._request(messages, 8, jr.SamplingParams(temperature=0))
+        (expected,) = asker._sampler.generate([request])
     policy = Policy.from_pretrained(tmp_path)
     store = images_of(policy.tower, policy.spec, policy.tokenizer)
     with Sampler(policy, section=section, settings=SamplerSettings(images=store)) as sampler:
@@ -42,7 +42,7 @@ def test_every_protocol_reads_the_same_image(tmp_path: Path) -> None:
         fields = ("chat", "terms")
         rig = serve(sampler, served.tokenizer, **{f: getattr(served, f) for f in fields})
         bodies = {
-            "/v1/chat/completions": {"messages": asked, "return_token_ids": True},
+            "/v1/chat/completions": {"messages": messages, "return_token_ids": True},
             "/v1/messages": {"messages": [{"role": "user", "content": [
                 {"type": "image",
                  "source": {"type": "base64", "media_type": "image/png", "data": data}}, text]}]},
@@ -58,7 +58,7 @@ def test_every_protocol_reads_the_same_image(tmp_path: Path) -> None:
             replies[path] = reply.json()
         choice = replies["/v1/chat/completions"]
         assert choice["prompt_token_ids"] == request.token_ids.tolist()
-        assert choice["choices"][0]["token_ids"] == wanted.token_ids.tolist()
+        assert choice["choices"][0]["token_ids"] == expected.token_ids.tolist()
         text = choice["choices"][0]["message"]["content"]
         assert replies["/v1/messages"]["content"][-1]["text"] == text
         assert replies["/v1/responses"]["output"][-1]["content"][0]["text"] == text

@@ -1,4 +1,4 @@
-"""A run whose programs play is killed, and told to stop, while their sessions are open."""
+"""A run whose programs play is killed, and stopped, while their sessions are open."""
 
 import json
 import os
@@ -67,11 +67,11 @@ def goes_on(game, messages, choice):
         return 0.0
     answer = choice.message.content or ""
     messages.append({"role": "assistant", "content": answer})
-    said = game.step({"role": "assistant", "content": answer})
-    if isinstance(said, str):
-        messages.append({"role": "user", "content": said})
+    answered = game.step({"role": "assistant", "content": answer})
+    if isinstance(answered, str):
+        messages.append({"role": "user", "content": answered})
         return None
-    return said.reward or sum(said.parts.values())
+    return answered.reward or sum(answered.parts.values())
 
 
 class Held:
@@ -155,8 +155,8 @@ class HeldRun:
     def start(self, *flags: str) -> None:
         """Start it, or go on with it."""
         log = (self.folder / "log.txt").open("a")
-        place = f"run={{dir: {self.runs}, name: {self.way}}}"
-        settings = [*TINY, place, f"task={self.file}:{self.way}"]
+        folder = f"run={{dir: {self.runs}, name: {self.way}}}"
+        settings = [*TINY, folder, f"task={self.file}:{self.way}"]
         words = [str(CONFIGS / "guess_number.yaml"), *flags, *settings]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jaxrl_async.train", *words], cwd=ROOT, stdout=log, stderr=log
@@ -241,13 +241,13 @@ class Caller:
         self.thread.start()
 
     def run(self) -> None:
-        asked = [{"role": "user", "content": "1"}]
+        messages = [{"role": "user", "content": "1"}]
         with openai.OpenAI(
             base_url=str(self.held["url"]), api_key=str(self.held["key"]), max_retries=0, timeout=60
         ) as client:
             while True:
                 try:
-                    client.chat.completions.create(model="policy", messages=asked, max_tokens=4)
+                    client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
                     self.answered += 1
                 except openai.APIStatusError as error:
                     self.refused.append(
@@ -311,7 +311,7 @@ def test_killed_and_stopped_with_sessions_open_nothing_is_lost_or_trained_twice(
 
 
 def restarts(run: HeldRun) -> list[int]:
-    """How many groups with open sessions began anew, by resumption, as the log says."""
+    """How many groups with open sessions began anew, by resumption, by the log."""
     return [
         int(n) for n in re.findall(r"(\d+) groups with open sessions or games start over", run.log)
     ]

@@ -47,11 +47,11 @@ def turn(game, messages, choice):
         return {"reward": 0.0}
     answer = choice.message.content or ""
     messages.append({"role": "assistant", "content": answer})
-    said = game.step({"role": "assistant", "content": answer})
-    if isinstance(said, str):
-        messages.append({"role": "user", "content": said})
+    step = game.step({"role": "assistant", "content": answer})
+    if isinstance(step, str):
+        messages.append({"role": "user", "content": step})
         return None
-    return {"reward": said.reward or 0.0, **said.parts}
+    return {"reward": step.reward or 0.0, **step.parts}
 
 
 async def play(session):
@@ -99,8 +99,8 @@ if __name__ == "__main__":
         answer = client.chat.completions.create(model=os.environ["JAXRL_MODEL"], messages=messages)
         outcome = turn(game, messages, answer.choices[0])
     reward = outcome.pop("reward")
-    said = {"reward": reward or sum(outcome.values()), "parts": outcome}
-    post("/session/reward", said, reward_key)
+    score = {"reward": reward or sum(outcome.values()), "parts": outcome}
+    post("/session/reward", score, reward_key)
 '''
 
 

@@ -60,22 +60,22 @@ def test_a_conversation_is_answered_with_the_texts_of_generate_streamed_or_not(
     client: openai.OpenAI, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     (model,) = [m.id for m in client.models.list()]
-    asked = {"model": model, "temperature": 0, "max_tokens": MOST}
-    talk: list[dict[str, str]] = []
+    fields = {"model": model, "temperature": 0, "max_tokens": MOST}
+    messages: list[dict[str, str]] = []
     talks, answers = [], []
     for question in QUESTIONS:
-        talk = [*talk, {"role": "user", "content": question}]
-        whole = client.chat.completions.create(messages=talk, **asked).choices[0]
+        messages = [*messages, {"role": "user", "content": question}]
+        whole = client.chat.completions.create(messages=messages, **fields).choices[0]
         pieces = [
             chunk.choices[0].delta.content or ""
-            for chunk in client.chat.completions.create(messages=talk, stream=True, **asked)
+            for chunk in client.chat.completions.create(messages=messages, stream=True, **fields)
             if chunk.choices
         ]
         assert "".join(pieces) == whole.message.content
         assert whole.finish_reason in ("stop", "length")
-        talks.append(talk)
+        talks.append(messages)
         answers.append(whole.message.content)
-        talk = [*talk, {"role": "assistant", "content": whole.message.content}]
+        messages = [*messages, {"role": "assistant", "content": whole.message.content}]
     assert len([piece for piece in pieces if piece]) > 1, "a long answer is streamed in pieces"
     assert "Paris" in answers[0] and "Rome" in answers[1]
     with pytest.MonkeyPatch.context() as patch:

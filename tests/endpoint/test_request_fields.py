@@ -122,21 +122,21 @@ def test_a_field_does_what_its_row_says(path, name):
     """A wrong value of a field that is read is refused by its name; others are taken or refused."""
     rule, body = TABLES[path][name], {**SMALLEST[path]}
     odd = {"odd": {"nested": [1]}}
-    place = body
+    record = body
     if path == "sampling_params":
-        place = body["sampling_params"] = {}
-    if name in place:
+        record = body["sampling_params"] = {}
+    if name in record:
         return
     if (path, name) == ("tokenize", "messages"):
-        del place["prompt"]
-    place[name] = odd
+        del record["prompt"]
+    record[name] = odd
     field = f"sampling_params.{name}" if path == "sampling_params" else name
     if rule.use is FieldUse.REFUSED:
         with pytest.raises(CallRefused, match="is not supported") as refused:
             read(path, body)
         assert refused.value.field == field and rule.note in str(refused.value)
         for neutral in rule.neutral:
-            place[name] = neutral
+            record[name] = neutral
             read(path, body)
     elif rule.use in (FieldUse.LABEL, FieldUse.COUNTED):
         call = read(path, body)

@@ -58,13 +58,13 @@ def prompts(rig: Rig) -> list[list[int]]:
     return [r.token_ids.tolist() for r in rig.sampler.requests]
 
 
-def answered(rig: Rig, client: openai.OpenAI, stream: bool, **asked):
+def answered(rig: Rig, client: openai.OpenAI, stream: bool, **fields):
     """A response, whole or put together by the client from its events."""
     if not stream:
-        return client.responses.create(model="m", **asked)
-    if "max_output_tokens" in asked:  # the client's own helper takes complete responses only
-        return list(client.responses.create(model="m", stream=True, **asked))[-1].response
-    with client.responses.stream(model="m", **asked) as events:
+        return client.responses.create(model="m", **fields)
+    if "max_output_tokens" in fields:  # the client's own helper takes complete responses only
+        return list(client.responses.create(model="m", stream=True, **fields))[-1].response
+    with client.responses.stream(model="m", **fields) as events:
         kinds = [event.type for event in events]
         final = events.get_final_response()
     assert kinds[:2] == ["response.created", "response.in_progress"]
@@ -75,12 +75,12 @@ def answered(rig: Rig, client: openai.OpenAI, stream: bool, **asked):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["id", "items"])
 def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
-    """In a session, whose episode is one sequence: nothing drawn was tokenised again."""
+    """In a session, whose episode is one sequence: nothing sampled was tokenised again."""
     talking.sampler.texts = [WANTS_TOOL, SAYS]
     session = session_of(talking)
-    asked = {"instructions": "Be brief.", "tools": TOOLS}
+    fields = {"instructions": "Be brief.", "tools": TOOLS}
     with openai.OpenAI(base_url=talking.openai.base_url, api_key=session.key) as client:
-        first = answered(talking, client, stream, input="1+2?", **asked)
+        first = answered(talking, client, stream, input="1+2?", **fields)
         assert first.status == "completed" and first.output_text == "I add."
         assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
         thought, _, call = first.output
@@ -90,13 +90,13 @@ def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
         if by == "id":
             more = {"previous_response_id": first.id, "input": [result]}
         else:
-            said = [item.model_dump(exclude_none=True) for item in first.output]
-            more = {"input": [{"role": "user", "content": "1+2?"}, *said, result], "store": False}
-        second = answered(talking, client, stream, **more, **asked)
+            items = [item.model_dump(exclude_none=True) for item in first.output]
+            more = {"input": [{"role": "user", "content": "1+2?"}, *items, result], "store": False}
+        second = answered(talking, client, stream, **more, **fields)
     assert second.output_text == SAYS and second.usage.input_tokens == len(prompts(talking)[1])
     one, two = prompts(talking)
-    drawn = [*talking.tokenizer.encode(WANTS_TOOL).tolist(), talking.tokenizer.eos_ids[0]]
-    assert two[: len(one) + len(drawn)] == one + drawn
+    sampled = [*talking.tokenizer.encode(WANTS_TOOL).tolist(), talking.tokenizer.eos_ids[0]]
+    assert two[: len(one) + len(sampled)] == one + sampled
     text = talking.tokenizer.decode_all(two)
     assert "Be brief." in text and "<tool_response>" in text and '"name": "add"' in text
     session.finish()
@@ -136,8 +136,8 @@ def test_a_guest_continues_by_id_alone(talking: Rig):
     other = ask(model="m", input="Else", previous_response_id=first.id)
     assert [r.output_text for r in (first, second, other)] == ["One.", "Two.", "Other."]
     one, two, three = prompts(talking)
-    drawn = [*talking.tokenizer.encode("One.").tolist(), talking.tokenizer.eos_ids[0]]
-    assert two[: len(one) + len(drawn)] == three[: len(one) + len(drawn)] == one + drawn
+    sampled = [*talking.tokenizer.encode("One.").tolist(), talking.tokenizer.eos_ids[0]]
+    assert two[: len(one) + len(sampled)] == three[: len(one) + len(sampled)] == one + sampled
     assert second.previous_response_id == first.id
     assert talking.endpoint.counts().continued == 2
     ask(model="m", input="Count", store=False)
@@ -148,7 +148,7 @@ def test_a_guest_continues_by_id_alone(talking: Rig):
 
 @pytest.mark.full
 def test_a_session_that_continues_by_id_records_the_whole_conversation(talking: Rig):
-    """Its reward functions and teachers read what it was asked and what it said before."""
+    """Its reward functions and teachers read the conversation and what it answered before."""
     talking.sampler.texts, session = ["one", "two"], session_of(talking)
     client = openai.OpenAI(
         base_url=f"{talking.endpoint.address}/v1", api_key=session.key, max_retries=0
@@ -201,8 +201,8 @@ def test_an_answer_that_is_cut_off_is_incomplete(talking: Rig):
     talking.sampler.texts = ["a long answer"] * 2
     for stream in (False, True):
         cut = answered(talking, talking.openai, stream, input="Hi", max_output_tokens=4)
-        drawn = talking.tokenizer.encode("a long answer")[:4]
-        assert cut.status == "incomplete" and cut.output_text == talking.tokenizer.decode(drawn)
+        sampled = talking.tokenizer.encode("a long answer")[:4]
+        assert cut.status == "incomplete" and cut.output_text == talking.tokenizer.decode(sampled)
         assert cut.incomplete_details.reason == "max_output_tokens"
         assert cut.usage.output_tokens == 4
 
@@ -268,12 +268,12 @@ def test_what_a_coding_agent_sends_is_taken(talking: Rig):
 
 
 @pytest.mark.exhaustive
-def test_a_response_draws_what_the_sampler_draws():
+def test_a_response_returns_what_the_sampler_samples():
     with Sampler(tiny_policy(), section=SECTION, seed=5) as sampler:
         rig = serve(sampler, byte_tokenizer(CHATML))
         try:
-            asked = {"input": "Hi", "max_output_tokens": 12, "temperature": 0.8}
-            whole = rig.openai.responses.create(model="m", extra_body={"seed": 7}, **asked)
+            fields = {"input": "Hi", "max_output_tokens": 12, "temperature": 0.8}
+            whole = rig.openai.responses.create(model="m", extra_body={"seed": 7}, **fields)
             prompt = rig.tokenizer.encode(
                 "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
             ).astype(np.int32)
@@ -283,10 +283,10 @@ def test_a_response_draws_what_the_sampler_draws():
                 sampling=SamplingParams(temperature=0.8),
             )  # fmt: skip
             (done,) = sampler.generate([request])
-            said = rig.desk.served.chat.message(done.token_ids, ())
-            assert whole.output_text == said["content"]
+            expected = rig.service.served.chat.message(done.token_ids, ())
+            assert whole.output_text == expected["content"]
             assert whole.usage.output_tokens == len(done.token_ids)
-            streamed = answered(rig, rig.openai, True, extra_body={"seed": 7}, **asked)
+            streamed = answered(rig, rig.openai, True, extra_body={"seed": 7}, **fields)
             assert streamed.output_text == whole.output_text
         finally:
             closed(rig)

@@ -88,18 +88,18 @@ def test_a_judge_may_be_our_own_endpoint(monkeypatch):
     faults: list[str] = []
     monkeypatch.setenv("JUDGE_KEY", KEY)
     given = {"model": "m", "base_url": f"{rig.endpoint.address}/v1", "key_variable": "JUDGE_KEY"}
-    desk = JudgeService(JudgeSection(**given, max_tokens=32), faults.append)
-    asked = about_answers(
+    service = JudgeService(JudgeSection(**given, max_tokens=32), faults.append)
+    request = about_answers(
         rubric_of(JudgeSection(model="m", rubric="Good?")),
         JudgedTask(text="2+2"),
         ["4"],
         (0, 10),
         ranked=False,
     )
-    assert asyncio.run(desk.answers([asked])) == [((0.8,),)]
+    assert asyncio.run(service.answers([request])) == [((0.8,),)]
     assert {r.priority for r in rig.sampler.requests} == {(-2, 0)}, "a guest's"
-    assert faults == ["judge_refused_replies"] and desk.meter.read()["prompt_tokens"] > 0
-    desk.close()
+    assert faults == ["judge_refused_replies"] and service.meter.read()["prompt_tokens"] > 0
+    service.close()
     closed(rig)
 
 
@@ -108,9 +108,9 @@ def test_a_port_that_is_taken_is_a_config_error():
 
     rig = serve(None, byte_tokenizer(CHATML))
     with pytest.raises(ConfigError, match="cannot listen"):
-        Endpoint(rig.desk, port=rig.endpoint.port)
+        Endpoint(rig.service, port=rig.endpoint.port)
     with pytest.raises(ConfigError, match=r"port 99999: .*must be 0-65535"):
-        Endpoint(rig.desk, port=99999)
+        Endpoint(rig.service, port=99999)
     closed(rig)
 
 
@@ -144,11 +144,11 @@ def test_the_command_serves_a_folder(tmp_path: Path):
         server.stdout.close()
     with Sampler((spec, params), section=SECTION) as sampler:
         prompt = np.array(reply.prompt_token_ids, np.int32)
-        asked = Request(
+        request = Request(
             request_id="r", token_ids=prompt, max_new_tokens=8,
             stop_token_ids=tokenizer.eos_ids, key=(4, 0),
         )  # fmt: skip
-        (done,) = sampler.generate([asked])
+        (done,) = sampler.generate([request])
     assert reply.choices[0].token_ids == done.token_ids.tolist()
 
 

@@ -47,16 +47,16 @@ def saved(tmp_path: Path) -> tuple[Policy, dict[str, Policy]]:
     return policy, adapters
 
 
-def drawn(policy: Policy, prompt: list[int]) -> list[int]:
+def sampled_by(policy: Policy, prompt: list[int]) -> list[int]:
     with Sampler((policy.spec, policy.merged().params), section=SECTION) as sampler:
-        asked = Request(
+        request = Request(
             request_id="r",
             token_ids=np.array(prompt, np.int32),
             max_new_tokens=8,
             stop_token_ids=byte_tokenizer(CHATML).eos_ids,
             key=(4, 0),
         )
-        return sampler.generate([asked])[0].token_ids.tolist()
+        return sampler.generate([request])[0].token_ids.tolist()
 
 
 @pytest.mark.exhaustive
@@ -92,13 +92,13 @@ def test_the_command_serves_adapters_beside_their_base(tmp_path: Path) -> None:
             assert [m.id for m in client.models.list()] == ["base", "a", "b"]
             assert client.models.retrieve("a").parent == "base"
             prompt, of_base = answer("base")
-            assert of_base == drawn(policy, prompt)
+            assert of_base == sampled_by(policy, prompt)
             for name in ("a", "b"):
-                assert answer(name)[1] == drawn(adapters[name], prompt) != of_base
+                assert answer(name)[1] == sampled_by(adapters[name], prompt) != of_base
             with pytest.raises(openai.NotFoundError, match="available models: base, a, b"):
                 answer("c")
             assert change("", lora_name="c", lora_path="c").status_code == 200
-            assert answer("c")[1] == drawn(adapters["c"], prompt)
+            assert answer("c")[1] == sampled_by(adapters["c"], prompt)
             again = change("", lora_name="c", lora_path="c")
             assert again.status_code == 400 and "load_inplace" in again.text
             swapped = change("", lora_name="c", lora_path="b", load_inplace=True)
@@ -123,7 +123,7 @@ def test_a_bad_command_line_says_what_to_give(tmp_path: Path, capsys, monkeypatc
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     policy = Policy(*tiny_policy(), byte_tokenizer(CHATML))
     policy.save_pretrained(tmp_path)
-    for words, said in (
+    for words, message in (
         (["--adapter", "a"], "give NAME=DIR"),
         (["--adapter", f"{tmp_path.name}={tmp_path}"], "another model is called"),
         (["--max-loras", "2"], "no adapters are served"),
@@ -132,4 +132,4 @@ def test_a_bad_command_line_says_what_to_give(tmp_path: Path, capsys, monkeypatc
         before = signal.getsignal(signal.SIGINT)
         assert main([*words, str(tmp_path)]) == 2
         assert signal.getsignal(signal.SIGINT) is before
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err

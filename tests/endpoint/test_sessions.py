@@ -237,7 +237,7 @@ def test_rewards_of_the_whole_and_of_calls_become_the_score():
     assert session.episode().score.reward == 2
 
 
-def test_what_comes_after_a_stop_text_was_never_drawn():
+def test_what_comes_after_a_stop_text_was_never_sampled():
     session = opened()
     done = sample(session, 1, cut=lambda ids: 2)
     assert len(done.token_ids) == 2 and done.stop is StopReason.EOS
@@ -471,8 +471,8 @@ def test_one_members_failure_ends_the_others_programs_and_sessions():
 
 AGENT = """
 import json, os, sys
-wanted = dict(OPENAI_BASE_URL="http://127.0.0.1:9/v1", ANTHROPIC_BASE_URL="http://127.0.0.1:9")
-assert all(os.environ[k] == v for k, v in wanted.items())
+expected = dict(OPENAI_BASE_URL="http://127.0.0.1:9/v1", ANTHROPIC_BASE_URL="http://127.0.0.1:9")
+assert all(os.environ[k] == v for k, v in expected.items())
 assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"]
 assert json.loads(os.environ["JAXRL_RECORD"]) == {"a": 1}
 with open(sys.argv[1], "w") as file:
@@ -515,11 +515,11 @@ def test_a_command_finds_its_session_in_the_environment_and_its_exit_code_counts
 @pytest.mark.parametrize("error", [ConnectionError("its server is away"), SystemExit(75)])
 def test_a_program_whose_own_server_is_away_is_run_again(error, tmp_path):
     sessions, outages, begun = Sessions(), QuickOutages(known=True), []
-    draws = through(sessions)
+    sample_through = through(sessions)
 
     async def program(agent):
         begun.append(agent.api_key)
-        await draws(agent)
+        await sample_through(agent)
         if len(begun) < 3:
             raise error
         return 1.0

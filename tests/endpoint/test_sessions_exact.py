@@ -1,5 +1,5 @@
 """From sessions to the update: with branches, rewritten history and swaps in mid-conversation, the
-trainer's forward pass on the packed episodes gives the log-probs that were drawn."""
+trainer's forward pass on the packed episodes gives the log-probs of the samples."""
 
 import asyncio
 
@@ -62,20 +62,20 @@ def agent(sessions: Sessions):
         def some(n):
             return rng.integers(1, VOCAB, n).astype(np.int32)
 
-        async def draw(tokens):
+        async def sample(tokens):
             done = await session.sample(tokens)
             return np.concatenate([tokens, done.token_ids])
 
         tokens = session.prompt.token_ids
         for _ in range(int(rng.integers(1, 4))):
             choice = rng.random()
-            tokens = await draw(tokens)
+            tokens = await sample(tokens)
             await asyncio.sleep(0.002 * rng.random())
             if choice < 0.25:
-                both = await asyncio.gather(draw(tokens), draw(tokens))
+                both = await asyncio.gather(sample(tokens), sample(tokens))
                 tokens = both[int(rng.integers(2))]
             elif choice < 0.5:
-                await draw(some(5))
+                await sample(some(5))
             elif choice < 0.75:
                 tokens = np.concatenate([tokens[: len(tokens) // 2], some(3)])
             tokens = np.concatenate([tokens, some(2)])[: ROW - 12]
@@ -93,15 +93,15 @@ async def play(sampler, sessions, groups, members):
         SessionLimits(),
         judge=lambda value, episode: Score(reward=value),
     )
-    asked = [
+    requests = [
         (f"g{g}", make_prompt(g, token_ids=range(1, 3 + g % 9)), (SavedEpisode(),) * members)
         for g in range(groups)
     ]
-    begun = begin_groups(sampler, programs, asked, LIMITS)
+    begun = begin_groups(sampler, programs, requests, LIMITS)
     return await asyncio.gather(
         *(
             play_group(sampler, prompt, group, label=label, limits=LIMITS)
-            for (label, prompt, _), group in zip(asked, begun, strict=True)
+            for (label, prompt, _), group in zip(requests, begun, strict=True)
         )
     )
 
@@ -129,7 +129,7 @@ def test_the_log_probs_of_a_thousand_sessions_are_those_of_the_trainers_forward(
     found = np.where(even, *by_weights)
     difference = np.abs(found - batch.behavior_logprobs)[batch.mask]
     assert difference.max() < 1e-5
-    drawn = [e.versions[e.drawn] for g in made for e in g.episodes]
-    assert batch.num_tokens == sum(map(len, drawn))
-    assert len(drawn) == 4 * groups and sum(len(set(v)) > 1 for v in drawn) >= 3
+    versions = [e.versions[e.drawn] for g in made for e in g.episodes]
+    assert batch.num_tokens == sum(map(len, versions))
+    assert len(versions) == 4 * groups and sum(len(set(v)) > 1 for v in versions) >= 3
     assert sum(len(e.starts) > 1 for g in made for e in g.episodes) > groups

@@ -1,4 +1,4 @@
-"""What agents are told by a run that stops while their sessions are open."""
+"""The errors that agents get from a run that stops while their sessions are open."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize("retries", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_calls_under_way_and_later_ones_are_told_to_come_back(
+def test_calls_under_way_and_later_ones_get_an_error_to_come_back(
     retries: int, monkeypatch: pytest.MonkeyPatch
 ):
     """An official client comes back as often as it is set to, and ends by itself."""
@@ -33,14 +33,14 @@ def test_calls_under_way_and_later_ones_are_told_to_come_back(
     )
     member = SessionMember(prompt=make_prompt(3), label="g3")
     session = rig.sessions.open(rig.sampler, member, limits, SessionLimits())
-    told: list[openai.APIStatusError] = []
+    errors: list[openai.APIStatusError] = []
     client = openai.OpenAI(base_url=rig.openai.base_url, api_key=session.key, max_retries=retries)
 
     def agent() -> None:
         for _ in range(2):
             with pytest.raises(openai.InternalServerError) as error:
                 client.chat.completions.create(model="m", messages=HI)
-            told.append(error.value)
+            errors.append(error.value)
 
     try:
         thread = threading.Thread(target=agent)
@@ -50,8 +50,8 @@ def test_calls_under_way_and_later_ones_are_told_to_come_back(
             time.sleep(0.005)
         rig.sessions.close()
         thread.join(20)
-        assert not thread.is_alive() and len(told) == 2
-        for error in told:
+        assert not thread.is_alive() and len(errors) == 2
+        for error in errors:
             assert (error.status_code, error.response.headers["retry-after"]) == (503, "1")
             assert "the run is stopping" in str(error)
         assert session.counts().cancelled_calls == 1

@@ -78,15 +78,15 @@ class Walk:
 
     def turn(self, constraint: Constraint, longest: int = 700) -> np.ndarray | None:
         """A whole turn, with its stop token; None: it is longer."""
-        asked = Request(
+        request = Request(
             request_id="w",
             token_ids=np.array([1], np.int32),
             max_new_tokens=longest,
             stop_token_ids=self.stops,
             shaping=LogitShaping(constraint=constraint),
         )
-        self.grammars.check(asked)
-        matching, ids, spelling = self.grammars.matching(asked, []), list[int](), list[int]()
+        self.grammars.check(request)
+        matching, ids, spelling = self.grammars.matching(request, []), list[int](), list[int]()
         while len(ids) < longest:
             matching.force()
             (mask,) = matching.masks_of(1)
@@ -94,15 +94,15 @@ class Walk:
             if not spelling and self.random.random() < 0.03:
                 text = SPELLED[self.random.integers(len(SPELLED))]
                 spelling = [int(i) for c in text for i in self.tokenizer.encode(c)]
-            wanted = spelling.pop(0) if spelling else -1
-            if wanted not in allowed:
+            token = spelling.pop(0) if spelling else -1
+            if token not in allowed:
                 spelling = []
                 some = [t for t in allowed.tolist() if t in self.likely]
                 pool = some if some and self.random.random() < 0.3 else allowed
-                wanted = int(pool[self.random.integers(len(pool))])
-            ids.append(wanted)
-            matching.take([wanted])
-            if wanted in self.stops:
+                token = int(pool[self.random.integers(len(pool))])
+            ids.append(token)
+            matching.take([token])
+            if token in self.stops:
                 return np.asarray(ids, np.int32)
         return None
 

@@ -1,4 +1,4 @@
-"""What usual clients send, with the official SDKs before a policy that says prescribed texts."""
+"""What usual clients send, with the official SDKs before a policy with prescribed texts."""
 
 import re
 import threading
@@ -91,12 +91,12 @@ def prompt_of(rig: Rig, index: int = -1) -> str:
 
 @pytest.mark.full
 def test_the_logits_of_a_guest_are_shaped(rig: Rig):
-    asked = {
+    fields = {
         "frequency_penalty": 0.5, "presence_penalty": -0.25, "repetition_penalty": 1.5,
         "logit_bias": {"5": -1, "7": 2.5}, "min_tokens": 3,
         "response_format": {"type": "json_object"}, "temperature": 0.5,
     }  # fmt: skip
-    chat(rig, **asked)
+    chat(rig, **fields)
     shaping = LogitShaping(
         bias=((5, -1.0), (7, 2.5)),
         min_tokens=3,
@@ -111,7 +111,7 @@ def test_the_logits_of_a_guest_are_shaped(rig: Rig):
     assert request.sampling == SamplingParams(temperature=0.5)
     session = session_of(rig, "g7", takes_masks=True)
     own = rig.openai.with_options(api_key=session.key)
-    chat(rig, client=own, **asked)
+    chat(rig, client=own, **fields)
     request = rig.sampler.requests[-1]
     assert request.sampling == SamplingParams() and request.for_training
     constraint = request.shaping.constraint
@@ -129,11 +129,11 @@ def test_the_logits_of_a_guest_are_shaped(rig: Rig):
 
 @pytest.mark.full
 def test_a_constrained_text_keeps_the_white_space_around_it(rig: Rig):
-    said = chat(rig, " yes \n", structured_outputs={"choice": [" yes \n", "no"]})
-    assert said.choices[0].message.content == " yes \n"
+    reply = chat(rig, " yes \n", structured_outputs={"choice": [" yes \n", "no"]})
+    assert reply.choices[0].message.content == " yes \n"
     text = "<think>\nso\n</think>\n\n yes "
-    said = chat(rig, text, structured_outputs={"choice": [" yes ", "no"]}, stream=True)
-    whole = "".join(c.choices[0].delta.content or "" for c in said if c.choices)
+    reply = chat(rig, text, structured_outputs={"choice": [" yes ", "no"]}, stream=True)
+    whole = "".join(c.choices[0].delta.content or "" for c in reply if c.choices)
     assert whole == " yes "
 
 
@@ -149,12 +149,12 @@ def test_too_many_biases_are_refused_by_name(rig: Rig):
         rig.sampler.texts.clear()
 
 
-def test_a_constraint_is_compiled_aside_and_refused_by_the_field_that_asks_for_it(rig: Rig):
-    asked: list[tuple[int, str]] = []
+def test_a_constraint_is_compiled_in_a_thread_and_refused_by_the_field_that_asks_for_it(rig: Rig):
+    prepared: list[tuple[int, str]] = []
     own = threading.get_ident()
 
     def prepare(constraint: Constraint) -> None:
-        asked.append((threading.get_ident(), constraint.kind))
+        prepared.append((threading.get_ident(), constraint.kind))
         raise RequestRefused("a request", "shaping.constraint", "cannot be used: so")
 
     rig.sampler.prepare = prepare
@@ -174,7 +174,7 @@ def test_a_constraint_is_compiled_aside_and_refused_by_the_field_that_asks_for_i
     finally:
         del rig.sampler.prepare
         rig.sampler.texts.clear()
-    assert len(asked) == 4 and own not in {thread for thread, _ in asked}
+    assert len(prepared) == 4 and own not in {thread for thread, _ in prepared}
 
 
 def test_a_session_whose_trainer_takes_no_masks_is_not_constrained(rig: Rig):
@@ -186,11 +186,11 @@ def test_a_session_whose_trainer_takes_no_masks_is_not_constrained(rig: Rig):
         [({}, False), ({"takes_masks": True}, True), ({"for_training": False}, True)]
     ):
         session = session_of(rig, f"g2{number}", **more)
-        before = rig.desk.counts.ignored
+        before = rig.service.counts.ignored
         for form in forms:
             chat(rig, client=rig.openai.with_options(api_key=session.key), **form)
             assert (rig.sampler.requests[-1].shaping is not None) == is_honoured
-        assert rig.desk.counts.ignored - before == (0 if is_honoured else 2)
+        assert rig.service.counts.ignored - before == (0 if is_honoured else 2)
         body = {"prompt": "x", "guided_regex": "a+"}
         rig.sampler.texts.append("a")
         rig.http.post("/v1/completions", json=body, headers={"x-api-key": session.key})
@@ -200,28 +200,28 @@ def test_a_session_whose_trainer_takes_no_masks_is_not_constrained(rig: Rig):
 
 
 def test_token_counts_with_each_part_are_counted_as_ignored(rig: Rig):
-    before = rig.desk.counts.ignored
+    before = rig.service.counts.ignored
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(chat(rig, stream=True, stream_options=options))
-    assert chunks[-1].usage.completion_tokens > 0 and rig.desk.counts.ignored == before + 1
+    assert chunks[-1].usage.completion_tokens > 0 and rig.service.counts.ignored == before + 1
     rig.sampler.texts.append("Hello")
     body = {"prompt": "x", "stream": True, "stream_options": options}
     assert rig.http.post("/v1/completions", json=body).status_code == 200
-    assert rig.desk.counts.ignored == before + 2
+    assert rig.service.counts.ignored == before + 2
     chat(rig, stream=True, stream_options={"include_usage": True}).close()
-    assert rig.desk.counts.ignored == before + 2
+    assert rig.service.counts.ignored == before + 2
 
 
 def test_fields_without_effect_are_counted(rig: Rig):
-    before = rig.desk.counts.ignored
+    before = rig.service.counts.ignored
     strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
     chat(rig, tools=strict, verbosity="low", user="me", metadata={"a": "b"})
-    assert rig.desk.counts.ignored - before == 2, "strict and verbosity"
+    assert rig.service.counts.ignored - before == 2, "strict and verbosity"
     body = {"model": "m", "max_tokens": 9, "messages": HI, "speed": "fast"}
     rig.sampler.texts.append("Hello")
     thinking = {"type": "enabled", "budget_tokens": 1024}
     rig.http.post("/v1/messages", json={**body, "thinking": thinking}).raise_for_status()
-    assert rig.desk.counts.ignored - before == 4, "the budget and the speed"
+    assert rig.service.counts.ignored - before == 4, "the budget and the speed"
 
 
 def test_variables_of_the_template_reach_a_guests_prompt(rig: Rig):
@@ -245,13 +245,13 @@ def test_variables_of_the_template_reach_a_guests_prompt(rig: Rig):
     rig.sampler.texts.append("Hello")
     rig.openai.responses.create(model="m", input="Hi", reasoning={"effort": "none"})
     assert prompt_of(rig).endswith(closed_thinking)
-    before = rig.desk.counts.ignored
+    before = rig.service.counts.ignored
     chat(rig, chat_template_kwargs={"messages": [], "no_such": 1})
-    assert "Hi" in prompt_of(rig) and rig.desk.counts.ignored == before + 1
+    assert "Hi" in prompt_of(rig) and rig.service.counts.ignored == before + 1
     session = session_of(rig, "g8")
     chat(rig, client=rig.openai.with_options(api_key=session.key), **off)
     assert not prompt_of(rig).endswith(closed_thinking)
-    assert rig.desk.counts.ignored == before + 2
+    assert rig.service.counts.ignored == before + 2
     session.finish()
 
 
@@ -259,11 +259,11 @@ def test_a_conversation_with_other_variables_is_a_new_context(rig: Rig):
     named = {"extra_headers": {"x-session-id": "talk"}}
     answer = chat(rig, **named).choices[0].message
     more = [*HI, {"role": "assistant", "content": answer.content}, *HI]
-    counts = rig.desk.counts
+    counts = rig.service.counts
     chat(rig, messages=more, chat_template_kwargs={"enable_thinking": False}, **named)
-    assert rig.desk.counts.continued == counts.continued
+    assert rig.service.counts.continued == counts.continued
     chat(rig, messages=more, **named)
-    assert rig.desk.counts.continued == counts.continued + 1
+    assert rig.service.counts.continued == counts.continued + 1
 
 
 # ---- tools
@@ -325,12 +325,12 @@ def test_allowed_tools_are_counted_where_nothing_keeps_the_policy_from_others(ri
     other = {"type": "function", "function": {"name": "sub"}}
     named = [{"type": "function", "function": {"name": "sub"}}]
     for mode, text, is_counted in (("auto", None, 1), ("auto", JSON, 0), ("required", None, 0)):
-        before = rig.desk.counts.ignored
+        before = rig.service.counts.ignored
         allowed = {"mode": mode, "tools": named}
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
         more = {} if text is None else {"response_format": text}
         chat(rig, "{}", tools=[*TOOLS, other], tool_choice=choice, **more)
-        assert rig.desk.counts.ignored - before == is_counted, (mode, text)
+        assert rig.service.counts.ignored - before == is_counted, (mode, text)
         shaping = rig.sampler.requests[-1].shaping
         assert is_counted == (shaping is None)
         assert is_counted or "add" not in shaping.constraint.text
@@ -345,8 +345,8 @@ def test_ids_of_calls_do_not_repeat_and_are_the_same_in_a_replay(rig: Rig):
             message = chat(rig, CALL, client=client, messages=messages, tools=TOOLS)
             (call,) = message.choices[0].message.tool_calls
             found.append(call.id)
-            said = message.choices[0].message.model_dump(exclude_none=True)
-            messages += [said, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+            turn = message.choices[0].message.model_dump(exclude_none=True)
+            messages += [turn, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
         return found
 
     guests = ids(KEY) + ids(KEY)
@@ -374,8 +374,8 @@ def test_ids_of_answers_differ_between_servers(rig: Rig):
 
 
 def test_the_likeliest_tokens(rig: Rig):
-    asked = {"logprobs": True, "top_logprobs": 3, "return_token_ids": True}
-    reply = chat(rig, "ab", logprob_token_ids=[9, 8], **asked).choices[0]
+    fields = {"logprobs": True, "top_logprobs": 3, "return_token_ids": True}
+    reply = chat(rig, "ab", logprob_token_ids=[9, 8], **fields).choices[0]
     assert rig.sampler.requests[-1].logprobs == LogprobRequest(top=3, ids=(9, 8))
     word = rig.tokenizer.token_text
     first = reply.logprobs.content[0]
@@ -383,7 +383,7 @@ def test_the_likeliest_tokens(rig: Rig):
         "a", *map(word, (1, 2)), *map(word, (9, 8))
     ]  # fmt: skip
     assert [t.logprob for t in first.top_logprobs] == [-0.5, -1, -2, -7, -7]
-    chunks = [c.choices[0] for c in chat(rig, "ab", stream=True, **asked)]
+    chunks = [c.choices[0] for c in chat(rig, "ab", stream=True, **fields)]
     streamed = [e for c in chunks if c.logprobs for e in c.logprobs.content]
     assert [len(e.top_logprobs) for e in streamed] == [3] * len(reply.token_ids)
     with pytest.raises(openai.BadRequestError, match="unless logprobs is true"):
@@ -410,7 +410,7 @@ def test_the_log_probs_of_a_prompt(rig: Rig):
 
 
 def test_every_token_of_a_prompt_has_a_rank():
-    told = PositionLogprobs(
+    known = PositionLogprobs(
         logprobs=np.array([np.nan, -4.0], np.float32),
         top_ids=np.array([[-1, -1], [8, 9]], np.int32),
         top_logprobs=np.array([[np.nan, np.nan], [-0.5, -1.0]], np.float32),
@@ -419,7 +419,7 @@ def test_every_token_of_a_prompt_has_a_rank():
     words = AnswerFormat(
         text_of=str, bytes_of=lambda i: b"x", decode=str, bytes_in_text=None, label="v"
     )
-    row = prompt_row(np.array([5, 6], np.int32), told)
+    row = prompt_row(np.array([5, 6], np.int32), known)
     found = words.prompt_logprobs(row, ShownLogprobs(prompt=2))
     assert {i: entry["rank"] for i, entry in found[1].items()} == {"8": 1, "9": 2, "6": 3}
 
@@ -427,11 +427,11 @@ def test_every_token_of_a_prompt_has_a_rank():
 def test_a_client_without_a_header_takes_the_key_from_the_address(rig: Rig):
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 1, "prompt_logprobs": 2}
     rig.sampler.texts.append("ab")
-    asked = f"{rig.endpoint.address}/v1/completions"
-    reply = httpx.post(asked, json=body, auth=("any", KEY))
+    url = f"{rig.endpoint.address}/v1/completions"
+    reply = httpx.post(url, json=body, auth=("any", KEY))
     assert reply.status_code == 200 and len(reply.json()["choices"][0]["prompt_logprobs"]) == 3
     for headers in ({"Authorization": "Basic !"}, {"Authorization": "Basic eDp5"}, {}):
-        assert httpx.post(asked, json=body, headers=headers).status_code == 401
+        assert httpx.post(url, json=body, headers=headers).status_code == 401
 
 
 def test_an_echo_scores_its_prompt(rig: Rig):
@@ -450,8 +450,8 @@ def test_an_echo_scores_its_prompt(rig: Rig):
     assert choice.logprobs.text_offset[:2] == [0, len(word(ids[0]))]
     whole = create(model="m", prompt=ids, max_tokens=9, echo=True, logprobs=0).choices[0]
     assert whole.text == "Hi thereab" and whole.logprobs.top_logprobs is None
-    drawn = len(whole.logprobs.tokens) - len(ids)
-    assert whole.logprobs.token_logprobs == [None, *[-0.5] * (len(ids) - 1 + drawn)]
+    sampled = len(whole.logprobs.tokens) - len(ids)
+    assert whole.logprobs.token_logprobs == [None, *[-0.5] * (len(ids) - 1 + sampled)]
     assert whole.logprobs.text_offset[len(ids)] == len("Hi there")
     parts = [
         c.choices[0]
@@ -488,8 +488,8 @@ def test_a_list_of_prompts_has_choices_in_order(rig: Rig):
             lengths = [len(rig.tokenizer.encode(text)) for text in ("A", "BB")]
             assert reply.usage.prompt_tokens == sum(lengths)
         assert texts == ["a1", "a2", "b1", "b2"]
-        asked = rig.sampler.requests[-4:]
-        assert [r.key for r in asked] == [(5, 0), (5, 1)] * 2, "each prompt as if alone"
+        requests = rig.sampler.requests[-4:]
+        assert [r.key for r in requests] == [(5, 0), (5, 1)] * 2, "each prompt as if alone"
     rig.sampler.texts += ["x", "y"]
     reply = create(model="m", prompt=[ids, [5, 6]], max_tokens=9)
     assert [r.token_ids.tolist() for r in rig.sampler.requests[-2:]] == [ids, [5, 6]]
@@ -512,10 +512,10 @@ def test_a_prefix_begins_the_answer(rig: Rig):
     assert answer == " fine." and prompt_of(rig).endswith("<|im_start|>assistant\nIt is")
     chunks = chat(rig, " fine.", stream=True, **fields)
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == " fine."
-    said = {"role": "assistant", "content": "It is fine."}
-    before = rig.desk.counts.continued
-    chat(rig, messages=[*HI, said, *HI], **named)
-    assert rig.desk.counts.continued == before + 1, "the whole answer is the policy's turn"
+    answer = {"role": "assistant", "content": "It is fine."}
+    before = rig.service.counts.continued
+    chat(rig, messages=[*HI, answer, *HI], **named)
+    assert rig.service.counts.continued == before + 1, "the whole answer is the policy's turn"
     rig.sampler.texts.append(" fine.")
     reply = rig.anthropic.messages.create(model="m", max_tokens=9, messages=begun)
     assert reply.content[0].text == " fine."
@@ -567,16 +567,16 @@ def test_images_are_refused_where_the_model_reads_text(rig: Rig):
 def test_tokens_of_a_text_and_of_messages(rig: Rig):
     ids = rig.tokenizer.encode("Hi <|im_end|>").tolist()
     body = {"model": "m", "prompt": "Hi <|im_end|>", "return_token_strs": True}
-    told = rig.http.post("/tokenize", json=body).json()
-    assert told == {
+    reply = rig.http.post("/tokenize", json=body).json()
+    assert reply == {
         "count": len(ids), "max_model_len": 10**5, "tokens": ids,
         "token_strs": [rig.tokenizer.token_text(i) for i in ids],
     }  # fmt: skip
     assert rig.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "Hi <|im_end|>"}
     chat(rig, tools=TOOLS)
-    told = rig.http.post("/tokenize", json={"messages": HI, "tools": TOOLS}).json()
-    assert told["tokens"] == rig.sampler.requests[-1].token_ids.tolist()
-    assert told["token_strs"] is None
+    reply = rig.http.post("/tokenize", json={"messages": HI, "tools": TOOLS}).json()
+    assert reply["tokens"] == rig.sampler.requests[-1].token_ids.tolist()
+    assert reply["token_strs"] is None
     info = rig.http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|im_end|>" and "im_start" in info["chat_template"]
     for body, name in [({}, "prompt"), ({"messages": HI, "prompt": "x"}, "prompt")]:
@@ -588,12 +588,12 @@ def test_what_is_only_read(rig: Rig):
     import jaxrl_async
 
     assert rig.http.get("/version").json() == {"version": jaxrl_async.__version__}
-    calls = rig.desk.counts.calls
-    told = rig.http.get("/metrics")
-    assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
+    calls = rig.service.counts.calls
+    reply = rig.http.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert f"# TYPE jaxrl_async_endpoint_calls_total counter\njaxrl_async_endpoint_calls_total "\
-        f"{calls}\n" in told.text  # fmt: skip
-    assert "jaxrl_async_endpoint_open_calls 0\n" in told.text
+        f"{calls}\n" in reply.text  # fmt: skip
+    assert "jaxrl_async_endpoint_open_calls 0\n" in reply.text
     for path in ("/version", "/metrics", "/v1/models", "/health", "/v1/models/tiny"):
         head, whole = rig.http.head(path), rig.http.get(path)
         assert (head.status_code, head.content) == (200, b"")
@@ -607,13 +607,13 @@ def test_pages_of_named_origins_may_call(rig: Rig):
     page = {"origin": "https://example.org", "access-control-request-headers": "x-api-key"}
     assert rig.http.options("/v1/models", headers=page).status_code in (404, 405)
     assert "access-control-allow-origin" not in rig.http.get("/health", headers=page).headers
-    desk = EndpointService(
+    service = EndpointService(
         served_by(Speaker(rig.tokenizer, []), rig.tokenizer),
         EndpointLimits(),
         guest_keys=(KEY,),
         cors_origins=("https://example.org",),
     )
-    with Endpoint(desk) as endpoint:
+    with Endpoint(service) as endpoint:
         allowed = rig.http.options(f"{endpoint.address}/v1/messages", headers=page)
         assert allowed.status_code == 204
         assert allowed.headers["access-control-allow-headers"] == "x-api-key"
@@ -638,7 +638,7 @@ def test_seeds_of_more_than_32_bits_differ(rig: Rig):
     assert all(-(2**31) <= key < 2**31 for key in keys)
 
 
-def test_an_unsupported_field_of_anthropics_is_told_as_its_sdk_expects(rig: Rig):
+def test_an_unsupported_field_of_anthropics_is_refused_as_its_sdk_expects(rig: Rig):
     body = {"max_tokens": 9, "messages": HI, "thread": {"type": "create"}}
     error = rig.http.post("/v1/messages", json=body).json()["error"]
     assert error["details"] == {

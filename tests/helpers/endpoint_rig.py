@@ -39,7 +39,7 @@ class Rig:
     """A server and what is behind it."""
 
     endpoint: Endpoint
-    desk: EndpointService
+    service: EndpointService
     sampler: Sampler
     tokenizer: Tokenizer
     sessions: Sessions
@@ -71,16 +71,16 @@ def served_by(generate, tokenizer: Tokenizer, **changes) -> Served:
 def serve(generate, tokenizer, limits=None, **changes) -> Rig:
     """Start a server; its rig's `endpoint` is to be closed."""
     sessions = Sessions()
-    desk = EndpointService(
+    service = EndpointService(
         served_by(generate, tokenizer, **changes),
         limits or EndpointLimits(),
         sessions=sessions,
         guest_keys=(KEY,),
     )
-    endpoint = Endpoint(desk).start()
+    endpoint = Endpoint(service).start()
     return Rig(
         endpoint=endpoint,
-        desk=desk,
+        service=service,
         sampler=generate,
         tokenizer=tokenizer,
         sessions=sessions,
