@@ -79,7 +79,7 @@ class AdapterAdmin:
         name, path = fields.needed_text("lora_name"), fields.needed_text("lora_path")
         in_place = fields.flag("load_inplace")
         fields.close()
-        folder = _below(root, path)
+        folder = _folder_below(root, path)
         if folder is None:
             fields.refuse("lora_path", "a folder below the --adapters-from folder")
         if name == self._base:
@@ -130,7 +130,7 @@ class AdapterAdmin:
             raise CallRefused(f"adapter {name!r} cannot be read: {reason}") from None
 
 
-def _below(root: Path, path: str) -> Path | None:
+def _folder_below(root: Path, path: str) -> Path | None:
     """Resolve a folder that a call names, following links; None unless it lies below root."""
     try:
         folder = (root / path).resolve()

@@ -241,10 +241,10 @@ class ProgramMember:
             if isinstance(self._run, ProgramCommand):
                 return await self._run(agent)
             if inspect.iscoroutinefunction(self._run):
-                return await _on_own_loop(lambda: self._run(agent), session.label)
-            returned = await _in_thread(self._run, agent, f"program-{session.label}")
+                return await _await_on_user_loop(lambda: self._run(agent), session.label)
+            returned = await _call_in_thread(self._run, agent, f"program-{session.label}")
             if inspect.isawaitable(returned):
-                return await _on_own_loop(lambda: returned, session.label)
+                return await _await_on_user_loop(lambda: returned, session.label)
             return returned
         except BaseException as error:
             if is_the_runs_own_end(error) or isinstance(error, Closed):
@@ -307,8 +307,8 @@ def _player_episodes(
 ) -> tuple[Episode, ...]:
     """Return an episode with its own score for each player that sampled tokens. If the first call
     left no room for an answer, return that call. Raises RolloutError if there is neither."""
-    found = [(score, session.episode_of(score.player)) for score in scores]
-    played = [(of, episode) for of, episode in found if episode is not None]
+    pairs = [(score, session.episode_of(score.player)) for score in scores]
+    played = [(of, episode) for of, episode in pairs if episode is not None]
     return tuple(
         replace(episode, score=of.score, seat=of.seat, peers=of.peers(member))
         for of, episode in played or [(scores[0], session.episode())]
@@ -351,7 +351,7 @@ async def _wait_for(work: "asyncio.Future[Any]", session: PolicySession) -> None
             break
 
 
-async def _in_thread(function: Program, agent: AgentSession, name: str) -> Any:
+async def _call_in_thread(function: Program, agent: AgentSession, name: str) -> Any:
     """Call a function in a separate thread, which is not joined at the end."""
     done: Future[Any] = Future()
     done.set_running_or_notify_cancel()  # a caller that stops waiting does not end it
@@ -367,7 +367,7 @@ async def _in_thread(function: Program, agent: AgentSession, name: str) -> Any:
     return await asyncio.wrap_future(done)
 
 
-async def _on_own_loop(work: Callable[[], Awaitable[object]], label: str) -> Any:
+async def _await_on_user_loop(work: Callable[[], Awaitable[object]], label: str) -> Any:
     """Await a program's awaitable on the loop for user code. If it is cancelled and does not end
     within REAP_S seconds, it is abandoned."""
     outcome = await run_async(work, None, reap_s=REAP_S, name=f"the program of {label}")

@@ -307,20 +307,20 @@ def _call_schema(name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
     own = {k: v for k, v in arguments.items() if k == "x-guidance"}  # is only read at the top
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "parameters": _moved(arguments)},
+        "properties": {"name": {"const": name}, "parameters": _with_moved_refs(arguments)},
         "required": ["name", "parameters"],
         "additionalProperties": False,
         **own,
     }
 
 
-def _moved(schema: object) -> Any:
+def _with_moved_refs(schema: object) -> Any:
     """Return a schema's parts with references that find them within `_call_schema`."""
     if isinstance(schema, list):
-        return [_moved(part) for part in schema]
+        return [_with_moved_refs(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(part) for key, part in schema.items()}
+    moved = {key: _with_moved_refs(part) for key, part in schema.items()}
     if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
         moved["$ref"] = f"#/properties/parameters{ref[1:]}"
     return moved

@@ -16,8 +16,8 @@ from jaxrl_async.endpoint.call_messages import (
     image_part,
     joined_parts,
     joined_text,
-    promised_tools,
     read_messages,
+    strict_fields,
     text_part,
     without_prefix,
 )
@@ -88,7 +88,7 @@ def messages_call(body: object, *, counting: bool = False) -> ChatCall:
         ),
         stream=fields.flag("stream"),
     )
-    return replace(call, ignored=(*fields.settle(MESSAGES), *counted, *promised_tools(fields)))
+    return replace(call, ignored=(*fields.settle(MESSAGES), *counted, *strict_fields(fields)))
 
 
 def _output(fields: BodyFields) -> tuple[Mapping[str, Any] | None, Constraint | None]:

@@ -136,13 +136,13 @@ def _part(part: object, where: str) -> dict[str, Any]:
     if kind == "image_url":
         image = fields.value("image_url")
         url = image.get("url") if isinstance(image, dict) else image
-        found = image_part(url, fields.name("image_url"))
+        converted = image_part(url, fields.name("image_url"))
     elif kind in ("text", "refusal"):
-        found = text_part(fields.needed_text("text" if kind == "text" else "refusal"))
+        converted = text_part(fields.needed_text("text" if kind == "text" else "refusal"))
     else:
         fields.refuse("type", "'text' or 'image_url'")
     fields.close(frozenset({"cache_control", "citations", "annotations"}))
-    return found
+    return converted
 
 
 def _tool_call(fields: BodyFields) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def read_tool(fields: BodyFields) -> Mapping[str, Any]:
     return tool
 
 
-def promised_tools(fields: BodyFields) -> tuple[str, ...]:
+def strict_fields(fields: BodyFields) -> tuple[str, ...]:
     """Return the name of the field if any tool asks for calls that always match its schema. It is
     counted: the policy is trained on what it calls, and only a required call is constrained."""
     functions = [tool.get("function") or tool for tool in fields.value("tools") or ()]
@@ -186,8 +186,8 @@ def function_tool(fields: BodyFields, schema: str = "parameters") -> Mapping[str
     if parameters is not None and not isinstance(parameters, dict):
         raise CallRefused(f"the parameters of {name!r} must be a JSON schema", field="tools")
     function = {"name": name, "description": description, "parameters": parameters}
-    given = {field: value for field, value in function.items() if value is not None}
-    return {"type": "function", "function": given}
+    present = {field: value for field, value in function.items() if value is not None}
+    return {"type": "function", "function": present}
 
 
 # ---- equality of conversations
@@ -199,24 +199,24 @@ def digests(messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) 
     Ids of tool calls, whitespace in their arguments and reasoning do not count: clients rewrite the
     first two and drop the last.
     """
-    found = [hashlib.blake2b(_bytes(list(tools)), digest_size=16).digest()]
+    prefixes = [hashlib.blake2b(_bytes(list(tools)), digest_size=16).digest()]
     for message in messages:
-        found.append(following(found[-1], message))
-    return found
+        prefixes.append(next_digest(prefixes[-1], message))
+    return prefixes
 
 
-def following(digest: bytes, message: Message) -> bytes:
+def next_digest(digest: bytes, message: Message) -> bytes:
     """Return the digest of a conversation with one more message."""
-    return hashlib.blake2b(digest + _bytes(_meaning(message)), digest_size=16).digest()
+    return hashlib.blake2b(digest + _bytes(_compared_fields(message)), digest_size=16).digest()
 
 
 def same_reasoning(ours: Message, theirs: Message) -> bool:
     """Return whether a client has not changed the reasoning of an answer, or has dropped it."""
-    given = theirs.get("reasoning_content")
-    return not given or given == ours.get("reasoning_content")
+    reasoning = theirs.get("reasoning_content")
+    return not reasoning or reasoning == ours.get("reasoning_content")
 
 
-def _meaning(message: Message) -> list[Any]:
+def _compared_fields(message: Message) -> list[Any]:
     calls = [
         [call["function"]["name"], _arguments(call["function"]["arguments"])]
         for call in message.get("tool_calls", ())

@@ -63,14 +63,14 @@ class ChatDeltas:
         if message.get("tool_calls") or self._may_change(content):
             return
         if content:
-            sure = self._sure(content, held, self._calls)
-            if sure.startswith(self._content) and reasoning.startswith(self._reasoning):
+            stable = self._stable(content, held, self._calls)
+            if stable.startswith(self._content) and reasoning.startswith(self._reasoning):
                 yield from self._reason_to(reasoning)
-                yield from self._write_to(sure)
+                yield from self._write_to(stable)
         else:
-            sure = self._sure(reasoning, held, self._ends).rstrip()
-            if sure.startswith(self._reasoning):
-                yield from self._reason_to(sure)
+            stable = self._stable(reasoning, held, self._ends).rstrip()
+            if stable.startswith(self._reasoning):
+                yield from self._reason_to(stable)
 
     def end(self, answer: ChatAnswer) -> Iterator[ChatDelta]:
         """Yield the rest of a finished answer. Raises CallRefused if the parts already sent are not
@@ -97,7 +97,7 @@ class ChatDeltas:
         is_call = compact.startswith(BARE_CALL) or BARE_CALL.startswith(compact)
         return self._reads_tools and self._is_bare and bool(content) and is_call
 
-    def _sure(self, text: str, held: int, marks: tuple[str, ...]) -> str:
+    def _stable(self, text: str, held: int, marks: tuple[str, ...]) -> str:
         """Return the prefix of a text that cannot change any more."""
         text = text[: len(text) - held] if held else text
         found = [at for mark in (*marks, HALF) if (at := text.find(mark)) >= 0]

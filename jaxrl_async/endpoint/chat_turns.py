@@ -112,13 +112,12 @@ class ChatTurns:
         """Return a finished answer as a message, and store it."""
         answer = choice.answer
         assert answer is not None, "the answer is finished"
-        drawn = answer.completion.token_ids
         message = await self.service.run(lambda: _turn(call, prompt, choice))
         reply = chat_answer(answer, message, call.choice)
         whole = reply.message()
         if not (reply.tool_calls and CALL in call.prefix):
             whole["content"] = call.prefix + whole["content"]
-        caller.conversations.remember(prompt, drawn, whole)
+        caller.conversations.remember(prompt, answer.completion.token_ids, whole)
         caller.add_messages(call.messages, whole)
         return reply
 

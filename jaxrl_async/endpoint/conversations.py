@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.endpoint.call_messages import digests, following, same_reasoning
+from jaxrl_async.endpoint.call_messages import digests, next_digest, same_reasoning
 from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.types import IntArray, Message
 
@@ -145,7 +145,7 @@ class Conversations:
         tokens = np.concatenate([prompt.token_ids[known:], token_ids]).astype(np.int32)
         length = len(prompt.token_ids) + len(token_ids)
         answer = _Answer(before, tokens, length, message)
-        digest = following(prompt.digest, message)
+        digest = next_digest(prompt.digest, message)
         with self._lock:
             self._answers.setdefault(digest, []).append(answer)
             self._count += len(tokens)

@@ -101,7 +101,7 @@ def visible_turn(
 
 
 def text_after_marks(text: str, token_ids: IntArray, marks: TurnMarks) -> str:
-    """Return a turn's text, [drawn] int32, without the line breaks after a reasoning that has no
+    """Return a turn's text, [tokens] int32, without the line breaks after a reasoning that has no
     text and whose marks are special tokens, which are no text either."""
     is_over = np.isin(marks.tokens.get(THOUGHT, -1), token_ids)
     return text.lstrip("\n") if is_over and THOUGHT not in text else text

@@ -44,7 +44,7 @@ class Endpoint:
         connection = bounded_connections(
             most, service.limits.stall_s, lambda: service.count(stalled=1)
         )
-        self._socket = _listening(host, port)
+        self._socket = _listening_socket(host, port)
         config = uvicorn.Config(
             EndpointApp(service),
             http=connection,
@@ -111,7 +111,7 @@ class Endpoint:
             await self._service.close()
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listening_socket(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns TCP_NODELAY on for sockets that name their protocol, and for no others

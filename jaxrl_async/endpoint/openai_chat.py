@@ -14,9 +14,9 @@ from jaxrl_async.endpoint.body_fields import BodyFields
 from jaxrl_async.endpoint.call_messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    promised_tools,
     read_messages,
     read_tool,
+    strict_fields,
     without_prefix,
 )
 from jaxrl_async.endpoint.chat_deltas import ChatDelta
@@ -95,7 +95,7 @@ def chat_call(body: object) -> ChatCall:
         token_ids=fields.flag("return_token_ids"),
         ids_as_tokens=fields.flag("return_tokens_as_token_ids"),
     )
-    return replace(call, ignored=(*fields.settle(CHAT), *counted, *promised_tools(fields)))
+    return replace(call, ignored=(*fields.settle(CHAT), *counted, *strict_fields(fields)))
 
 
 def read_conversation(fields: BodyFields) -> tuple[tuple[Message, ...], str]:

@@ -17,8 +17,8 @@ from jaxrl_async.endpoint.call_messages import (
     function_tool,
     image_part,
     joined_parts,
-    promised_tools,
     read_messages,
+    strict_fields,
     text_part,
 )
 from jaxrl_async.endpoint.http_errors import CallRefused
@@ -102,7 +102,7 @@ def responses_call(body: object) -> ResponsesCall:
             "metadata": fields.value("metadata") or {},
         },
     )
-    everything = (*fields.settle(RESPONSES), *ignored, *counted, *promised_tools(fields))
+    everything = (*fields.settle(RESPONSES), *ignored, *counted, *strict_fields(fields))
     return replace(call, chat=replace(chat, ignored=everything))
 
 

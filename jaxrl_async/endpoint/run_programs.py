@@ -14,7 +14,7 @@ from jaxrl_async.shown_environment import key_variables
 from jaxrl_async.tasks.task import Task
 
 
-async def outsiders_play(session: AgentSession) -> None:
+async def placeholder_program(session: AgentSession) -> None:
     """Placeholder program of a task for external agents; ExternalAgentMembers play instead."""
     raise RolloutError(f"{session.base_url}: external agents play this task")
 

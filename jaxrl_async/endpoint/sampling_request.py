@@ -106,7 +106,7 @@ class RequestDraft:
     shaping: LogitShaping | None  # of a guest, whole; of a fixed distribution, its constraint
 
 
-def drafted(options: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestDraft:
+def draft_request(options: SamplingOptions, terms: CallerLimits, prompt: int) -> RequestDraft:
     """Apply a caller's terms to options. Raises CallRefused if the prompt leaves no room.
 
     Args:

@@ -39,7 +39,7 @@ from jaxrl_async.endpoint.sampling_request import (
     CallerLimits,
     RequestDraft,
     SamplingOptions,
-    drafted,
+    draft_request,
 )
 from jaxrl_async.endpoint.sessions import REWARD_KEY, PolicySession, Sessions
 from jaxrl_async.endpoint.task_lease import TaskLeases
@@ -462,7 +462,7 @@ class EndpointService:
         drafts: list[RequestDraft] = []
         for token_ids in prompts:
             try:
-                drafts.append(drafted(options, caller.terms, len(token_ids)))
+                drafts.append(draft_request(options, caller.terms, len(token_ids)))
             except CallRefused as refused:
                 if refused.code == TOO_LONG:
                     caller.exhaust(refused.message, token_ids)

@@ -193,7 +193,7 @@ def with_options(
     return request, not own and (other or fixed != options.shaping)
 
 
-def named_parts(parts: Mapping[str, float], most: float) -> dict[str, float]:
+def checked_parts(parts: Mapping[str, float], most: float) -> dict[str, float]:
     """Check the parts of a reward. Raises RolloutError for an invalid name or number."""
     if len(parts) > MAX_PARTS:
         raise RolloutError(f"a reward has at most {MAX_PARTS} parts, not {len(parts)}.")

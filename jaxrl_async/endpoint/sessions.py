@@ -31,8 +31,8 @@ from jaxrl_async.endpoint.session_parts import (
     bounded,
     call_number,
     check_call,
+    checked_parts,
     limit_reached,
-    named_parts,
     no_room,
     with_options,
 )
@@ -235,7 +235,7 @@ class PolicySession:
         without sampled tokens.
         """
         value = bounded("reward", value, self.bounds.max_reward)
-        named = named_parts(parts or {}, self.bounds.max_reward)
+        named = checked_parts(parts or {}, self.bounds.max_reward)
         if named and call is not None:
             raise RolloutError(f"session {self.label}: the reward of a call has no parts.")
         with self._lock:

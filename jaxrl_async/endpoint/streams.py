@@ -34,15 +34,15 @@ class _ChatChoice:
 
     def __init__(self, choice: GrowingAnswer, deltas: ChatDeltas) -> None:
         self.choice, self.deltas = choice, deltas
-        self.read = 0  # number of tokens when it was last parsed
+        self.parsed = 0  # number of tokens when it was last parsed
         self.num_sent = 0  # number of tokens whose ids were sent
         self.answer: ChatAnswer | None = None
 
     @property
-    def is_ripe(self) -> bool:
+    def should_parse(self) -> bool:
         """Whether enough tokens have arrived to parse it again, and no stop string has ended it."""
         count = len(self.choice.token_ids)
-        return self.choice.flow.stop is None and count > self.read + self.read // READ_EVERY
+        return self.choice.flow.stop is None and count > self.parsed + self.parsed // READ_EVERY
 
     def row(self) -> TokenRow | None:
         """Return the tokens that were not sent yet; None: all were sent."""
@@ -88,8 +88,8 @@ class ChatSteps:
                             self.caller, self.call, self.prompt, part.choice
                         )
                         yield index, list(part.deltas.end(part.answer)), part.row(), part.answer
-                    elif part.answer is None and part.is_ripe:
-                        part.read = len(part.choice.token_ids)
+                    elif part.answer is None and part.should_parse:
+                        part.parsed = len(part.choice.token_ids)
                         message = await self._chats.so_far(self.call, self.prompt, part.choice)
                         deltas = list(part.deltas.grow(message, part.choice.flow.held))
                         yield index, deltas, part.row(), None

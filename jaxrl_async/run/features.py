@@ -71,9 +71,9 @@ def serving(config: Config, task: Task, count: Count) -> Serving:
     return made
 
 
-def outsiders_play() -> Any:
+def placeholder_program() -> Any:
     """Return the program of a task that external agents play."""
-    return _of("endpoint.run_programs", "outsiders_play")
+    return _of("endpoint.run_programs", "placeholder_program")
 
 
 def make_members(

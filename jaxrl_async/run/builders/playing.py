@@ -148,7 +148,7 @@ def _for_outsiders(serving: EndpointSection, algorithm: AlgorithmSection, task: 
             "endpoint.external_agents: the task has a program, an environment, a game or tools, "
             "and external agents would play instead of them. Remove one of the two."
         )
-    return replace(task, program=features.outsiders_play())
+    return replace(task, program=features.placeholder_program())
 
 
 def make_play(
