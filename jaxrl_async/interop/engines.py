@@ -69,7 +69,7 @@ def check_engines(config: Config, spec: ModelSpec) -> None:
                 tied=spec.tied,
                 plain=_is_plain(config.sampler),
                 dtype=config.model.computes_in,
-            ) or _other_model(facts, spec)
+            ) or _model_difference(facts, spec)
             if problem is not None:
                 raise ConfigError(f"sampler.engine_urls: the vLLM server at {url}: {problem}")
             log.info("%s: vLLM %s with %s", url, facts.version, facts.model)
@@ -100,7 +100,7 @@ def _is_plain(section: SamplerSection) -> bool:
     return section.temperature == 1 and untruncated
 
 
-def _other_model(facts: ServerFacts, spec: ModelSpec) -> str | None:
+def _model_difference(facts: ServerFacts, spec: ModelSpec) -> str | None:
     """Return how the server's model differs from the policy, if its directory is visible from this
     machine. None: it does not differ, or this is unknown until the weights are loaded."""
     folder = Path(facts.model)
@@ -129,14 +129,14 @@ class SharedPush:
     def __init__(self, push: Push) -> None:
         """push: from the trainer's shardings to the same shardings."""
         self._push = push
-        self._of: Any = None  # an array of the weights that were last copied
+        self._source: Any = None  # an array of the weights that were last copied
         self._copy: Params = None
 
     def cast(self, params: Params) -> Params:
         """Return the private copy, made by the first call for these weights."""
         first = jax.tree.leaves(params)[0]
-        if first is not self._of:
-            self._of, self._copy = first, self._push.cast(params)
+        if first is not self._source:
+            self._source, self._copy = first, self._push.cast(params)
         return self._copy
 
     def is_cast(self, params: Params) -> bool:

@@ -114,7 +114,7 @@ class JaxrlEngine:
         return self.take_params(self._policy.params)
 
     def take_params(self, params: Params) -> EngineWeights:
-        """Convert parameters of a Policy for prefill and generate; see made_engine of
+        """Convert parameters of a Policy for prefill and generate; see build_engine of
         interop/jetstream_samplers.py."""
         return self._core.prepare(params)
 

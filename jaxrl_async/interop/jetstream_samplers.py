@@ -58,7 +58,7 @@ def make_jetstream_sampling(
     for i, (push, mesh) in enumerate(zip(pushes, slices.samplers, strict=True)):
         policy = Policy(spec, push(weights.params), inputs.tokenizer)
         seed = engine_seed(config.run.seed, i, weights.version)
-        engine = made_engine(config, make, policy, mesh, seed, inputs.play.stop_token_ids)
+        engine = build_engine(config, make, policy, mesh, seed, inputs.play.stop_token_ids)
         samplers.append(
             ForeignSampler(
                 engine,
@@ -93,7 +93,7 @@ def engine_maker(config: Config) -> Callable[..., Any]:
     return made
 
 
-def made_engine(
+def build_engine(
     config: Config,
     make: Callable[..., Any],
     policy: Policy,

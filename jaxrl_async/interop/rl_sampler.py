@@ -125,8 +125,8 @@ class RLSampler:
         self._keeps_experts = settings.keep_routing or not policy.spec.experts
         self._sampler: Sampler | None = None
         self._staged: VersionedParams | None = None
-        self._takes, self._statuses, self._count = asyncio.Event(), dict[str, str](), 0
-        self._takes.set()
+        self._accepting, self._statuses, self._count = asyncio.Event(), dict[str, str](), 0
+        self._accepting.set()
 
     # ---- lifecycle
 
@@ -150,11 +150,11 @@ class RLSampler:
 
     async def pause(self, **_: object) -> None:
         """Accept no more requests; running ones continue. Idempotent."""
-        self._takes.clear()
+        self._accepting.clear()
 
     async def resume(self, **_: object) -> None:
         """Accept requests again. Idempotent."""
-        self._takes.set()
+        self._accepting.set()
 
     async def get_mesh(self, **_: object) -> Mesh | None:
         """Return the sampler's mesh; None: the default device."""
@@ -188,10 +188,10 @@ class RLSampler:
         (None if not requested), cumulative_logprob, routed_experts [prompt + tokens - 1 - start,
         layers, experts per token] or None, finish_reason (stop, length, cancelled or error), error.
         """
-        await self._takes.wait()
+        await self._accepting.wait()
         await self.start()
         assert self._sampler is not None
-        requests = [self._checked(one, usual) for one in _each(sampling_requests)]
+        requests = [self._checked(one, usual) for one in _as_list(sampling_requests)]
         responses = [self._response(one) for one in requests]
         return list(await asyncio.gather(*responses))
 
@@ -252,7 +252,7 @@ class RLSampler:
             "sharding": {} if self._mesh is None else dict(self._mesh.shape),
             "dtype": str(jax.tree.leaves(self._policy.params)[0].dtype),
             "policy_version": self._version,
-            "cache_valid": self._takes.is_set(),
+            "cache_valid": self._accepting.is_set(),
         }
 
     async def bind_weight_sync(self, sync_request: object = None, **_: object) -> dict[str, Any]:
@@ -335,7 +335,7 @@ class RLSampler:
                 del self._statuses[next(iter(self._statuses))]
 
 
-def _each(given: object) -> Sequence[Any]:
+def _as_list(given: object) -> Sequence[Any]:
     """Return a list of requests, given one or several requests or prompts."""
     if isinstance(given, list | tuple) and not all(isinstance(x, int | np.integer) for x in given):
         return given

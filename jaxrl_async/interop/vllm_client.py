@@ -102,7 +102,7 @@ class VllmServer:
         """
         tokens = int(body["sampling_params"]["max_tokens"]) + len(body["token_ids"])
         path = "/inference/v1/generate"
-        reply = await self._repeated("POST", path, body=body, limit=reply_limit(tokens))
+        reply = await self._request("POST", path, body=body, limit=reply_limit(tokens))
         if reply.status == 200:
             return reply.content
         what = f"{self.url} answers {reply.status}: {refusal_text(reply.content)}"
@@ -110,7 +110,7 @@ class VllmServer:
             raise ServerGone(
                 f"{what}. Start it with {FLAGS}; if it has an API key, set {KEY} to that key here."
             )
-        if reply.status < 500 or await self._is_well():
+        if reply.status < 500 or await self._is_healthy():
             raise RefusedRequest(f"request {body.get('request_id', '')!r}: {what}")
         raise ServerGone(f"{what}. Check its log and restart it.")
 
@@ -129,10 +129,10 @@ class VllmServer:
         pause, clear = PAUSES[mode]
         paused.set()
         try:
-            await self._done("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
+            await self._command("POST", f"/pause?mode={pause}&clear_cache={str(clear).lower()}")
             loading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self._done("POST", "/collective_rpc", body=loading)
-            await self._done("POST", "/update_weight_version", body={"new_version": label})
+            await self._command("POST", "/collective_rpc", body=loading)
+            await self._command("POST", "/update_weight_version", body={"new_version": label})
         finally:
             await asyncio.shield(self._resume())
             paused.clear()
@@ -147,7 +147,7 @@ class VllmServer:
         version = await self._answer("/version")
         info = await self._answer("/server_info?config_format=json")
         await self._answer("/weight_info")
-        refused = await self._repeated("POST", path, body=vocabulary_body(), limit=reply_limit(1))
+        refused = await self._request("POST", path, body=vocabulary_body(), limit=reply_limit(1))
         if refused.status in (401, 403, 404):
             raise ServerGone(
                 f"{self.url}{path} answers {refused.status}: {refusal_text(refused.content)}. "
@@ -158,7 +158,7 @@ class VllmServer:
     async def check_health(self) -> None:
         """Raise ServerGone unless the server answers and its engine is alive."""
         try:
-            reply = await self._once("GET", "/health", limit=reply_limit(0), timeout_s=CONNECT_S)
+            reply = await self._send("GET", "/health", limit=reply_limit(0), timeout_s=CONNECT_S)
         except (httpx2.HTTPError, OSError) as error:
             raise ServerGone(self._unreachable(error)) from error
         if reply.status != 200:
@@ -173,11 +173,11 @@ class VllmServer:
         """Let the server sample again; errors are only logged."""
         try:
             async with asyncio.timeout(2 * CONNECT_S):
-                await self._done("POST", "/resume")
+                await self._command("POST", "/resume")
         except (RolloutError, TimeoutError) as error:
             log.error("%s remains paused: %s", self.url, error)
 
-    async def _is_well(self) -> bool:
+    async def _is_healthy(self) -> bool:
         try:
             await self.check_health()
         except ServerGone:
@@ -187,7 +187,7 @@ class VllmServer:
     async def _answer(self, path: str) -> Any:
         """Return the JSON of one information endpoint."""
         try:
-            reply = await self._once("GET", path, limit=MAX_FACTS_BYTES, timeout_s=FACTS_S)
+            reply = await self._send("GET", path, limit=MAX_FACTS_BYTES, timeout_s=FACTS_S)
         except (httpx2.HTTPError, OSError) as error:
             raise ServerGone(self._unreachable(error)) from error
         if reply.status != 200:
@@ -197,9 +197,9 @@ class VllmServer:
             )
         return reply.content
 
-    async def _done(self, method: str, path: str, *, body: object = None) -> None:
+    async def _command(self, method: str, path: str, *, body: object = None) -> None:
         """Send a command. Raises ServerGone unless the server reports success."""
-        reply = await self._repeated(method, path, body=body, limit=reply_limit(0))
+        reply = await self._request(method, path, body=body, limit=reply_limit(0))
         if reply.status != 200:
             raise ServerGone(
                 f"{self.url}{path} answers {reply.status}: {refusal_text(reply.content)}. The "
@@ -207,11 +207,11 @@ class VllmServer:
                 "run's), and have the policy's architecture."
             )
 
-    async def _repeated(self, method: str, path: str, *, body: object, limit: int) -> _Reply:
+    async def _request(self, method: str, path: str, *, body: object, limit: int) -> _Reply:
         """Send a call; retry if it broke or the server is overloaded. Raises ServerGone."""
         for number in range(RETRIES + 1):
             try:
-                reply = await self._once(method, path, body=body, limit=limit)
+                reply = await self._send(method, path, body=body, limit=limit)
                 if reply.status not in (429, 502, 503, 504) or number == RETRIES:
                     return reply
                 reason = f"answers {reply.status}"
@@ -226,7 +226,7 @@ class VllmServer:
             await asyncio.sleep(BACKOFF_S * 2**number)
         raise AssertionError("the loop returns or raises")
 
-    async def _once(
+    async def _send(
         self,
         method: str,
         path: str,

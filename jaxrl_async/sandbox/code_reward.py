@@ -50,7 +50,7 @@ os.write(out, sys.stdin.readline().strip().encode())
 
 
 @dataclass(frozen=True, slots=True)
-class Graded:
+class Grade:
     """How many tests a program passed, and why the others failed."""
 
     passed: float  # share, 0 to 1
@@ -77,14 +77,14 @@ def program_of(answer: str, record: Mapping[str, Any]) -> str:
     return prompt + code
 
 
-def graded(box: Sandbox, program: str, record: Mapping[str, Any], where: str = "") -> Graded:
+def grade(box: Sandbox, program: str, record: Mapping[str, Any], where: str = "") -> Grade:
     """Run a program against a record's tests in a fresh sandbox. Raises RefusedScore if the record
     has no tests, Away if the sandbox fails.
 
     where: names the record in errors.
     """
     if cases := record.get("tests"):
-        return _graded_outputs(box, program, cases)
+        return _grade_outputs(box, program, cases)
     test = record.get("test")
     if test is None and record.get("test_list"):
         setup = (*(record.get("test_imports") or ()), record.get("test_setup_code") or "")
@@ -103,10 +103,10 @@ def graded(box: Sandbox, program: str, record: Mapping[str, Any], where: str = "
         alone=True,
     )
     good = outcome.ok and outcome.stdout == word.encode()
-    return Graded(1.0, "") if good else Graded(0.0, outcome.reason or ERROR)
+    return Grade(1.0, "") if good else Grade(0.0, outcome.reason or ERROR)
 
 
-def _graded_outputs(box: Sandbox, program: str, cases: Sequence[Mapping[str, object]]) -> Graded:
+def _grade_outputs(box: Sandbox, program: str, cases: Sequence[Mapping[str, object]]) -> Grade:
     words = [*PYTHON, program]
     if len(program.encode(errors="replace")) > ARGUMENT_BYTES or "\0" in program:
         box.write({"/work/answer.py": program.encode(errors="replace")})
@@ -122,7 +122,7 @@ def _graded_outputs(box: Sandbox, program: str, cases: Sequence[Mapping[str, obj
         failed = _failure(outcome, str(case["output"]))
         reason = reason or failed
         passed += not failed
-    return Graded(passed / len(cases), reason)
+    return Grade(passed / len(cases), reason)
 
 
 def _failure(outcome: CommandOutcome, right: str) -> str:
@@ -159,7 +159,7 @@ class CodeReward:
     ) -> dict[str, float]:
         """Score one answer. Raises RefusedScore, Away."""
         with self._pool.one() as box:
-            result = graded(box, program_of(completion, columns), columns)
+            result = grade(box, program_of(completion, columns), columns)
         for reason in REASONS:
             log_metric(f"failed_{reason}", float(result.reason == reason))
         return {CORRECT: result.passed if self._partial else float(result.passed == 1.0)}

@@ -65,7 +65,7 @@ class FirstProcess:
         self.request: dict[str, Any] | None = None
         self.seccomp = base64.b64decode(limits["seccomp"])
         self.codes: dict[int, int] = {}
-        self.at_first = files_left()
+        self.initial_files = files_left()
 
     def serve(self) -> None:
         """Run until the host is gone."""
@@ -232,7 +232,7 @@ class FirstProcess:
 
     def is_clean(self) -> bool:
         """Return whether nothing is left of what has run: no process and no change of a file."""
-        return not self.jobs and not processes() and files_left() == self.at_first
+        return not self.jobs and not processes() and files_left() == self.initial_files
 
     def check_limits(self) -> None:
         """Kill everything if the sandbox has too many processes, or they have too much memory."""

@@ -70,7 +70,7 @@ class SandboxHarborEnvironment(BaseEnvironment):
         limits = limits_of({**resources, **self._limits})
         self._box = await asyncio.to_thread(lambda: Sandbox(limits))
         folders = [mount["target"] for mount in self._mounts]
-        await self._done(["mkdir", "-p", self._copies.workdir, *folders])
+        await self._run_checked(["mkdir", "-p", self._copies.workdir, *folders])
         for source, target in self._copies.files:
             if source.is_dir():
                 await self.upload_dir(source, target)
@@ -115,15 +115,15 @@ class SandboxHarborEnvironment(BaseEnvironment):
         """See BaseEnvironment."""
         data = await asyncio.to_thread(Path(source_path).read_bytes)
         target = PurePosixPath(target_path)
-        await self._unpacked(_packed([(target.name, data, _mode(source_path))]), str(target.parent))
+        await self._unpack(_pack([(target.name, data, _mode(source_path))]), str(target.parent))
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         """See BaseEnvironment."""
-        await self._unpacked(await asyncio.to_thread(_packed_folder, Path(source_dir)), target_dir)
+        await self._unpack(await asyncio.to_thread(_pack_folder, Path(source_dir)), target_dir)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         """See BaseEnvironment."""
-        done = await self._done(["cat", source_path], output_bytes=TRANSFER_BYTES)
+        done = await self._run_checked(["cat", source_path], output_bytes=TRANSFER_BYTES)
         Path(target_path).parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(Path(target_path).write_bytes, done.stdout)
 
@@ -131,20 +131,20 @@ class SandboxHarborEnvironment(BaseEnvironment):
         """See BaseEnvironment. Links that lead out of the folder, and special files, are left
         behind."""
         words = ["tar", "-cf", "-", "-C", source_dir, "."]
-        done = await self._done(words, output_bytes=TRANSFER_BYTES)
+        done = await self._run_checked(words, output_bytes=TRANSFER_BYTES)
         Path(target_dir).mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(_extract, done.stdout, Path(target_dir))
 
-    async def _unpacked(self, packed: bytes, folder: str) -> None:
+    async def _unpack(self, packed: bytes, folder: str) -> None:
         script = 'mkdir -p "$1" && tar -xf - --no-same-owner -C "$1"'
-        await self._done(["sh", "-c", script, "sh", folder], stdin=packed)
+        await self._run_checked(["sh", "-c", script, "sh", folder], stdin=packed)
 
     async def _run(self, words: list[str], timeout_s: float, **more: Any) -> CommandOutcome:
         if self._box is None:
             raise RuntimeError("the sandbox is not started")
         return await asyncio.to_thread(self._box.run, words, timeout_s=timeout_s, **more)
 
-    async def _done(self, words: list[str], **more: object) -> CommandOutcome:
+    async def _run_checked(self, words: list[str], **more: object) -> CommandOutcome:
         """Run a command that must succeed."""
         done = await self._run(words, 600.0, cwd="/", **more)
         if not done.ok:
@@ -157,7 +157,7 @@ def _mode(path: Path | str) -> int:
     return Path(path).stat().st_mode & 0o777
 
 
-def _packed(files: list[tuple[str, bytes, int]]) -> bytes:
+def _pack(files: list[tuple[str, bytes, int]]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, data, mode in files:
@@ -167,7 +167,7 @@ def _packed(files: list[tuple[str, bytes, int]]) -> bytes:
     return buffer.getvalue()
 
 
-def _packed_folder(folder: Path) -> bytes:
+def _pack_folder(folder: Path) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", dereference=False) as tar:
         tar.add(folder, arcname=".")

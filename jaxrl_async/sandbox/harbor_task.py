@@ -277,9 +277,9 @@ def harbor_task(
     """
     if not isinstance(at_once, int) or at_once < 1:
         raise ConfigError(f"at_once ({at_once!r}) must be a whole number of at least 1.")
-    player = {"name": agent} if isinstance(agent, str) else dict(agent)
-    if player.get("name") in WITHOUT_MODEL:
-        raise ConfigError(f"the agent {player['name']!r} asks no model. Choose another one.")
+    agent_config = {"name": agent} if isinstance(agent, str) else dict(agent)
+    if agent_config.get("name") in WITHOUT_MODEL:
+        raise ConfigError(f"the agent {agent_config['name']!r} asks no model. Choose another one.")
     harbor = harbor_python(python)
     tasks = read_tasks(path)
     held_out = None if eval_path is None else read_tasks(eval_path)
@@ -295,17 +295,17 @@ def harbor_task(
         environment_config |= {"import_path": CLASS, "kwargs": {"limits": limits}}
     config = {
         **(trial or {}),
-        "agent": player,
+        "agent": agent_config,
         "environment": environment_config,
     }
     environ = without_secrets(os.environ, also=variables)
     environ.pop("PYTHONPATH", None)
     environ.pop("PYTHONHOME", None)
-    plays = HarborPlayer(HarborProcess(harbor, environ), config, trials_dir, at_once)
+    player = HarborPlayer(HarborProcess(harbor, environ), config, trials_dir, at_once)
     return Task(
         records=records_of(tasks),
         held_out=None if held_out is None else records_of(held_out),
-        program=plays.play,
+        program=player.play,
     )
 
 

@@ -42,7 +42,7 @@ NOT_ALLOWED = 77
 LIBRARY = ctypes.CDLL(None, use_errno=True)
 
 
-def called(name: str, *arguments: object) -> None:
+def libc_call(name: str, *arguments: object) -> None:
     """Call a function of the C library. Raises OSError."""
     if getattr(LIBRARY, name)(*arguments):
         number = ctypes.get_errno()
@@ -54,13 +54,13 @@ def mount(
 ) -> None:
     """Call mount. Raises OSError."""
     encoded = [None if t is None else t.encode() for t in (source, target, kind)]
-    called("mount", *encoded, ctypes.c_ulong(flags), None if data is None else data.encode())
+    libc_call("mount", *encoded, ctypes.c_ulong(flags), None if data is None else data.encode())
 
 
 def enter_namespaces(network: bool) -> None:
     """Enter new namespaces. Raises OSError."""
     kinds = NEW_USER | NEW_MOUNTS | NEW_PIDS | NEW_IPC | NEW_NAMES
-    called("unshare", kinds if network else kinds | NEW_NETWORK)
+    libc_call("unshare", kinds if network else kinds | NEW_NETWORK)
 
 
 def set_up_machine(network: bool) -> None:
@@ -68,8 +68,8 @@ def set_up_machine(network: bool) -> None:
     socket.sethostname("sandbox")
     if not network:
         with socket.socket() as own:
-            asked = struct.pack("16sh14x", b"lo", 0)
-            flags = struct.unpack("16sh14x", fcntl.ioctl(own, GET_FLAGS, asked))[1]
+            interface = struct.pack("16sh14x", b"lo", 0)
+            flags = struct.unpack("16sh14x", fcntl.ioctl(own, GET_FLAGS, interface))[1]
             fcntl.ioctl(own, SET_FLAGS, struct.pack("16sh14x", b"lo", flags | UP))
 
 
@@ -139,7 +139,7 @@ def make_files(plan: dict[str, Any]) -> None:
     os.chdir(new)
     if LIBRARY.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."):
         raise OSError(ctypes.get_errno(), "pivot_root")
-    called("umount2", b".", DETACH)
+    libc_call("umount2", b".", DETACH)
     os.chdir("/work")
 
 
@@ -165,13 +165,13 @@ def become_first(plan: dict[str, Any]) -> None:
     make_files(plan)
     for capability in range(HIGHEST_CAPABILITY + 1):
         LIBRARY.prctl(DROP_CAPABILITY, capability, 0, 0, 0)
-    called("prctl", SET_SECUREBITS, NO_ROOT, 0, 0, 0)
+    libc_call("prctl", SET_SECUREBITS, NO_ROOT, 0, 0, 0)
     with suppress(PermissionError):  # where this process is not root, it keeps its groups
         os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
-    called("prctl", PARENT_DEATH, signal.SIGKILL, 0, 0, 0)
-    called("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    libc_call("prctl", PARENT_DEATH, signal.SIGKILL, 0, 0, 0)
+    libc_call("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     os.setsid()
     os.execve(plan["words"][0], plan["words"], {})
 
@@ -186,7 +186,7 @@ def run_inside(plan: dict[str, Any], entered: int, mapped: int) -> None:
     """
     code = NOT_ALLOWED
     try:
-        called("prctl", PARENT_DEATH, signal.SIGKILL, 0, 0, 0)
+        libc_call("prctl", PARENT_DEATH, signal.SIGKILL, 0, 0, 0)
         enter_namespaces(plan["network"])
         os.write(entered, b"+")
         if os.read(mapped, 1):
@@ -210,23 +210,23 @@ def leave_pipes() -> None:
 
 
 def main(plan: dict[str, object]) -> None:
-    """Run the first process to its end. plan: sandbox_layout.own_words makes it."""
-    (entered, says_entered), (mapped, says_mapped) = os.pipe(), os.pipe()
+    """Run the first process to its end. plan: sandbox_layout.own_command makes it."""
+    (entered, entered_write), (mapped, mapped_write) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         os.close(entered)
-        os.close(says_mapped)
-        run_inside(plan, says_entered, mapped)
-    os.close(says_entered)
+        os.close(mapped_write)
+        run_inside(plan, entered_write, mapped)
+    os.close(entered_write)
     os.close(mapped)
     leave_pipes()
     if os.read(entered, 1):
         try:
             map_users(child)
-            os.write(says_mapped, b"+")
+            os.write(mapped_write, b"+")
         except OSError as error:
             sys.stderr.write(f"no namespaces: users cannot be mapped: {error}\n")
-    os.close(says_mapped)
+    os.close(mapped_write)
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 

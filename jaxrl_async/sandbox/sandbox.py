@@ -112,7 +112,7 @@ class Sandbox:
         )
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            kept(layouts.starting_words(layout, json.dumps(settings))),
+            kept(layouts.start_command(layout, json.dumps(settings))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -301,18 +301,18 @@ class SandboxPool:
                 closed = self._closed
                 box = self._free.popleft() if self._free else None
             box = box or Sandbox(self._limits)
-            good = False
+            is_clean = False
             try:
                 self._refill()
                 box.wait_ready()
                 yield box
-                good = box.clean
+                is_clean = box.clean
             finally:
-                self._take_back(box, good, closed)
+                self._take_back(box, is_clean, closed)
 
-    def _take_back(self, box: Sandbox, good: bool, closed: int) -> None:
+    def _take_back(self, box: Sandbox, is_clean: bool, closed: int) -> None:
         with self._lock:
-            if good and self._closed == closed:
+            if is_clean and self._closed == closed:
                 self._free.append(box)
                 return
         box.close()

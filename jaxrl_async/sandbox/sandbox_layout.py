@@ -84,12 +84,12 @@ def search_path() -> str:
     return f"{Path(sys.executable).parent}:{system}"
 
 
-def first_words(limits: str) -> list[str]:
+def first_command(limits: str) -> list[str]:
     """Return the first process's command. limits: JSON."""
     return [sys.executable, *OPTIONS, FIRST, limits]
 
 
-def bubblewrap_words(layout: SandboxLayout, program: str, limits: str) -> list[str]:
+def bubblewrap_command(layout: SandboxLayout, program: str, limits: str) -> list[str]:
     """Return the command by which bubblewrap starts a sandbox. program: path of bwrap."""
     words = [program, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     words += ["--unshare-cgroup-try", *([] if layout.network else ["--unshare-net"])]
@@ -103,10 +103,10 @@ def bubblewrap_words(layout: SandboxLayout, program: str, limits: str) -> list[s
     words += ["--proc", "/proc", "--dev", "/dev"]
     words += ["--size", str(layout.shm_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     words += ["--perms", "1777", "--dir", "/tmp", "--dir", "/work", "--chdir", "/work", "--"]
-    return words + first_words(limits)
+    return words + first_command(limits)
 
 
-def own_words(layout: SandboxLayout, limits: str) -> list[str]:
+def own_command(layout: SandboxLayout, limits: str) -> list[str]:
     """Return the command that starts a sandbox without bubblewrap (own_namespaces.py)."""
     import json
 
@@ -116,17 +116,17 @@ def own_words(layout: SandboxLayout, limits: str) -> list[str]:
         "disk_bytes": layout.disk_bytes,
         "shm_bytes": layout.shm_bytes,
         "network": layout.network,
-        "words": first_words(limits),
+        "words": first_command(limits),
     }
     script = str(Path(__file__).with_name("own_namespaces.py"))
     return [sys.executable, *OPTIONS, script, json.dumps(plan)]
 
 
-def starting_words(layout: SandboxLayout, limits: str) -> list[str]:
+def start_command(layout: SandboxLayout, limits: str) -> list[str]:
     """Return the command that starts a sandbox: with bubblewrap if it is installed.
 
     Not as root, who would stay the machine's root with bubblewrap, and could change the kernel's
     settings in /proc/sys without any capability.
     """
     program = shutil.which("bwrap") if os.geteuid() else None
-    return bubblewrap_words(layout, program, limits) if program else own_words(layout, limits)
+    return bubblewrap_command(layout, program, limits) if program else own_command(layout, limits)

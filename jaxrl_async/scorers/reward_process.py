@@ -22,7 +22,7 @@ from jaxrl_async.errors import Away, RefusedScore, RolloutError
 from jaxrl_async.scorers.process_pool import ProcessPool, close_all
 from jaxrl_async.scorers.reward_arguments import reward_arguments_of
 from jaxrl_async.scorers.reward_call import RewardCall, called, scores_of
-from jaxrl_async.tasks.function_source import FunctionSource, loaded
+from jaxrl_async.tasks.function_source import FunctionSource, load_function
 from jaxrl_async.tasks.user_process import UserProcess, serve_requests
 from jaxrl_async.tasks.usercode import TooLate, describe_error
 from jaxrl_async.types import Score
@@ -133,7 +133,7 @@ def reply_to(request: bytes) -> bytes:
 def _replied(message: Mapping[str, Any]) -> dict[str, Any]:
     logged: list[list[Any]] = []
     try:
-        function = loaded(FunctionSource(**message["source"]))
+        function = load_function(FunctionSource(**message["source"]))
         if message["call"] is None:
             return {"scores": [], "logged": []}
         signal.setitimer(signal.ITIMER_REAL, message["timeout_s"] + LONGER_S)

@@ -41,7 +41,7 @@ def source_of(function: Callable[..., object], name: str, where: str) -> Functio
     attribute = str(getattr(function, "__qualname__", None) or "")
     made_in = sys.modules.get(module)
     file = str(getattr(made_in, "__file__", None) or "")
-    if not os.path.isfile(file) or _found(made_in, attribute) is not function:
+    if not os.path.isfile(file) or _attribute(made_in, attribute) is not function:
         raise ConfigError(
             f"{where} cannot run in a process (reward.processes): it is not defined at a module's "
             "top level, from which another process could load it. Put it into a file, and set "
@@ -50,7 +50,7 @@ def source_of(function: Callable[..., object], name: str, where: str) -> Functio
     return FunctionSource(module=module, file=os.path.abspath(file), name=attribute)
 
 
-def _found(module: object, name: str) -> Any:
+def _attribute(module: object, name: str) -> Any:
     """Return a module's attribute by its dotted name; None if it does not exist."""
     for part in name.split("."):
         module = getattr(module, part, None)
@@ -58,10 +58,10 @@ def _found(module: object, name: str) -> Any:
 
 
 @functools.cache
-def loaded(source: FunctionSource) -> Callable[..., Any]:
+def load_function(source: FunctionSource) -> Callable[..., Any]:
     """Load a function: by its module's name if that can be imported, otherwise from the file. A
     script is run up to the point where it trains."""
-    found = _found(_module_of(source), source.name)
+    found = _attribute(_module_of(source), source.name)
     if not callable(found):
         raise RolloutError(
             f"is not defined by {source.file} before it trains, so no process can load it "

@@ -48,7 +48,7 @@ OF_FILES = ("code", "pivots", "harbor")
 GENERATED = ("small_functions",)
 
 
-def maker(where: str) -> Callable[..., Task]:
+def factory(where: str) -> Callable[..., Task]:
     """Return a function of TASKS or LIBRARIES."""
     module, _, name = where.partition(":")
     made: Callable[..., Task] = getattr(importlib.import_module(f"jaxrl_async.{module}"), name)
@@ -97,11 +97,11 @@ def load_task(choice: Choice, of_run: Collection[str] = ()) -> Task:
             "data.jsonl.path=FILE.jsonl."
         )
     if colon and library in LIBRARIES:
-        return _task_of(functools.partial(maker(LIBRARIES[library]), of_library), arguments, where)
+        return _build(functools.partial(factory(LIBRARIES[library]), of_library), arguments, where)
     if is_own(name):
-        return _own(name, arguments, where)
+        return _own_task(name, arguments, where)
     if name in TASKS:
-        return _task_of(maker(TASKS[name]), arguments, where)
+        return _build(factory(TASKS[name]), arguments, where)
     near = get_close_matches(name, [*of_run, *TASKS], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     tasks = f"the run's tasks {', '.join(of_run)}; " if of_run else ""
@@ -111,7 +111,7 @@ def load_task(choice: Choice, of_run: Collection[str] = ()) -> Task:
     )
 
 
-def _own(name: str, arguments: Mapping[str, object], where: str) -> Task:
+def _own_task(name: str, arguments: Mapping[str, object], where: str) -> Task:
     loaded = load_attribute(
         name, "task", "task", lambda found: isinstance(found, Task) or callable(found)
     )
@@ -127,7 +127,7 @@ def _own(name: str, arguments: Mapping[str, object], where: str) -> Task:
         if issubclass(loaded, Game):
             return Task(game=functools.partial(loaded, **arguments))
         return Task(environment=functools.partial(loaded, **arguments))
-    return _task_of(loaded, arguments, where)
+    return _build(loaded, arguments, where)
 
 
 def _check_arguments(
@@ -139,7 +139,7 @@ def _check_arguments(
         raise ConfigError(f"{where}: {error}. Correct the setting's arguments.") from None
 
 
-def _task_of(make: Callable[..., Task], arguments: Mapping[str, object], where: str) -> Task:
+def _build(make: Callable[..., Task], arguments: Mapping[str, object], where: str) -> Task:
     """Call a function that returns a Task; any failure becomes a ConfigError."""
     _check_arguments(make, arguments, where)
     try:

@@ -72,7 +72,7 @@ class Pivots(Sequence[TaskRecord]):
             "turn": at,
         }
 
-    def only(self, positions: Sequence[tuple[int, int]]) -> "Pivots":
+    def subset(self, positions: Sequence[tuple[int, int]]) -> "Pivots":
         """Return some of the pivots."""
         return Pivots(self.conversations, tuple(positions))
 
@@ -122,7 +122,7 @@ def pivot_task(
         raise ConfigError(f"max_mean ({max_mean}) has no effect without profile. Set that, too.")
     rules = MatchRules(calls=calls, text=text, similarity=similarity, ignored=frozenset(ignored))
     found = pivots_of(read_conversations(source), turns, source)
-    kept = found if profile is None else profiled(found, Path(profile), max_mean)
+    kept = found if profile is None else filter_by_profile(found, Path(profile), max_mean)
     if eval_path is not None:
         train, held_out = kept, pivots_of(read_conversations(eval_path), turns, eval_path)
     else:
@@ -205,13 +205,13 @@ def _split(pivots: Pivots, source: str) -> tuple[Pivots, Pivots]:
         )
     first = numbers[-held_out_of(len(numbers))]
     train = [position for position in pivots.positions if position[0] < first]
-    return pivots.only(train), pivots.only([p for p in pivots.positions if p[0] >= first])
+    return pivots.subset(train), pivots.subset([p for p in pivots.positions if p[0] >= first])
 
 
 # ---- the profile
 
 
-def profiled(pivots: Pivots, file: Path, max_mean: float) -> Pivots:
+def filter_by_profile(pivots: Pivots, file: Path, max_mean: float) -> Pivots:
     """Return the pivots whose rewards in a profile have a variance above 0 and a mean below
     `max_mean` (arXiv:2603.21383, eq. 5). The others are counted and logged. Raises DataError if the
     profile is of other records, or no pivot is left."""
@@ -246,7 +246,7 @@ def profiled(pivots: Pivots, file: Path, max_mean: float) -> Pivots:
             f"{file}: no pivot has rewards that differ with a mean below max_mean={max_mean}. "
             "Raise it, compare less strictly (calls, similarity), or profile another policy."
         )
-    return pivots.only([pivots.positions[i] for i in kept])
+    return pivots.subset([pivots.positions[i] for i in kept])
 
 
 def _rewards(pivots: Pivots, file: Path) -> dict[int, list[float]]:

@@ -38,7 +38,7 @@ class TaskSource:
     """Records of one split of a task."""
 
     records: Sequence[TaskRecord]
-    teaches: "Teaches | None" = None  # encodes demonstrations; None: they are not needed
+    encoder: "DemoEncoder | None" = None  # encodes demonstrations; None: they are not needed
 
     def __len__(self) -> int:
         return len(self.records)
@@ -47,7 +47,7 @@ class TaskSource:
     def in_memory(self) -> bool:
         """Whether reading all records is cheap."""
         records = self.records.records if isinstance(self.records, _Part) else self.records
-        return self.teaches is None and isinstance(records, list | tuple)
+        return self.encoder is None and isinstance(records, list | tuple)
 
     def __getitem__(self, index: int) -> Record:
         """Return a record without tokens. Raises DataError for values that a checkpoint cannot
@@ -65,7 +65,7 @@ class TaskSource:
             answer=answer,
             columns=record,
             messages=tuple(messages),
-            worked=None if self.teaches is None else self.teaches(record),
+            worked=None if self.encoder is None else self.encoder(record),
         )
 
 
@@ -80,19 +80,19 @@ class TaskData:
     def source(self, split: Split, *, taught: bool = False) -> RecordSource:
         """Return the records of one split. taught: with demonstrations."""
         task = self.task
-        asks = task.environment is None and task.game is None and not self.tools
-        teaches = Teaches(self.chat, self.tools, task.system_prompt, asks) if taught else None
-        return TaskSource(task_records(self.task, split), teaches)
+        shows = task.environment is None and task.game is None and not self.tools
+        encoder = DemoEncoder(self.chat, self.tools, task.system_prompt, shows) if taught else None
+        return TaskSource(task_records(self.task, split), encoder)
 
 
 def task_records(task: Task, split: Split) -> Sequence[TaskRecord]:
     """Return a task's records of one split. Raises ConfigError, DataError."""
     assert task.records is not None, "the task has records"
     if split == "eval" and task.held_out is not None:
-        return _listed(task.held_out, split)
+        return _as_sequence(task.held_out, split)
     if callable(task.records):
-        return _listed(task.records, split)
-    records = _listed(task.records, split)
+        return _as_sequence(task.records, split)
+    records = _as_sequence(task.records, split)
     if task.held_out is not None:
         return records
     held_out = held_out_of(len(records))
@@ -117,7 +117,7 @@ class _Part(Sequence[TaskRecord]):
         return self.records[self.first + range(self.length)[index]]
 
 
-def _listed(records: Records, split: Split) -> Sequence[TaskRecord]:
+def _as_sequence(records: Records, split: Split) -> Sequence[TaskRecord]:
     given: Any = records(split) if callable(records) else records
     if not hasattr(given, "__len__") or not hasattr(given, "__getitem__") or isinstance(given, str):
         raise ConfigError(
@@ -180,7 +180,7 @@ def question_of(record: TaskRecord) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Teaches:
+class DemoEncoder:
     """Encodes a record's demonstration as an example to imitate."""
 
     chat: ChatFormat

@@ -5,7 +5,7 @@ import inspect
 import json
 from typing import Any
 
-from jaxrl_async.tasks.function_source import FunctionSource, loaded
+from jaxrl_async.tasks.function_source import FunctionSource, load_function
 from jaxrl_async.tasks.toolbox import checked_arguments, shown_error, text_of
 from jaxrl_async.tasks.user_process import serve_requests
 
@@ -19,7 +19,7 @@ def reply_to(request: bytes) -> bytes:
 
 
 def _text(message: Any) -> str:
-    tool = loaded(FunctionSource(**message["source"]))
+    tool = load_function(FunctionSource(**message["source"]))
     if message["arguments"] is None:
         return ""
     result = tool(**checked_arguments(tool, message["arguments"]))

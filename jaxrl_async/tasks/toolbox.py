@@ -214,7 +214,7 @@ def _bound_function(
         hints = get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
         raise ConfigError(f"tool {name}: its type hints cannot be read: {error}.") from None
-    about, texts = _described(inspect.getdoc(function) or "")
+    about, texts = _parse_docstring(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
         if parameter.kind not in BY_NAME or parameter.name not in hints:
@@ -238,7 +238,7 @@ def _bound_function(
             f"tool {name}: a type of its parameters has no JSON schema: {str(error)[:200]}. Use "
             "plain types, lists, dicts, Literal or pydantic models."
         ) from None
-    shown = {"name": name, "description": about, "parameters": _untitled(schema)}
+    shown = {"name": name, "description": about, "parameters": _without_titles(schema)}
     names = tuple(parameter.name for parameter in parameters)
     return model, names, {"type": "function", "function": shown}
 
@@ -251,7 +251,7 @@ def _bound(tool: Tool) -> _Bound:
     return _Bound(tool, model, names, schema)
 
 
-def _described(doc: str) -> tuple[str, dict[str, str]]:
+def _parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
     """Return a docstring's paragraphs before its first block (`Args:`, `Returns:`), and the
     descriptions in its block `Args:` by parameter."""
     about = "\n\n".join(" ".join(p.split()) for p in re.split(r"\n\s*\n", BLOCK.split(doc)[0]))
@@ -267,14 +267,14 @@ def _described(doc: str) -> tuple[str, dict[str, str]]:
     return about.strip(), texts
 
 
-def _untitled(schema: object) -> Any:
+def _without_titles(schema: object) -> Any:
     """Return a JSON schema without the titles that pydantic derives from names."""
     if isinstance(schema, list):
-        return [_untitled(item) for item in schema]
+        return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: _untitled(value)
+        key: _without_titles(value)
         for key, value in schema.items()
         if not (key == "title" and isinstance(value, str))
     }

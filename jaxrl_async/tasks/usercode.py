@@ -176,9 +176,9 @@ class Threads:
                     "for."
                 )
             self._waiting.append(call)
-            self._hire()
+            self._add_thread()
 
-    def _hire(self) -> None:
+    def _add_thread(self) -> None:
         """Start one more thread if there is work and room for it. Called under the lock."""
         if self._waiting and self._serving < self._most:
             self._serving += 1
@@ -215,7 +215,7 @@ class Threads:
                 return
             self.stuck.add(call)
             self._serving -= 1
-            self._hire()
+            self._add_thread()
 
 
 class _Submitted(ThreadFuture[T]):

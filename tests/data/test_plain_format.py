@@ -10,7 +10,7 @@ from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.run.builders.playing import make_play
 from jaxrl_async.run.optional_parts import NoOpponents, NoServing
 from jaxrl_async.tasks.task import Task
-from jaxrl_async.tasks.task_source import Teaches
+from jaxrl_async.tasks.task_source import DemoEncoder
 
 ASKED = {"role": "user", "content": "1+2="}
 
@@ -30,13 +30,13 @@ def test_a_question_is_its_text_and_an_answer_ends_with_the_end_token():
 def test_a_demonstration_is_a_question_and_its_answer_which_alone_is_trained_on():
     tokenizer = character_tokenizer("123+=")
     record = {"question": "1+2=", "answer": "3"}
-    teaches = Teaches(PlainFormat(tokenizer), (), None)
-    token_ids, mask = teaches(record)
+    encoder = DemoEncoder(PlainFormat(tokenizer), (), None)
+    token_ids, mask = encoder(record)
     assert token_ids.tolist() == [*tokenizer.encode("1+2=3"), tokenizer.eos_ids[0]]
     assert mask.tolist() == [False] * 4 + [True] * 2
     longer = {"worked": [ASKED, {"role": "assistant", "content": "3"}, ASKED]}
     with pytest.raises(DataError, match="user, assistant"):
-        teaches(longer)
+        encoder(longer)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.errors import ConfigError, DataError, RefusedScore
-from jaxrl_async.sandbox.code_reward import REASONS, CodeReward, Graded, code_in, graded, program_of
+from jaxrl_async.sandbox.code_reward import REASONS, CodeReward, Grade, code_in, grade, program_of
 from jaxrl_async.sandbox.code_task import (
     SandboxEnvironment,
     problem_of,
@@ -80,7 +80,7 @@ ANSWERS = {
 def test_humaneval(sandboxes, name: str) -> None:
     answer, passed, reason = ANSWERS[name]
     with Sandbox(SandboxLimits(timeout_s=20.0 if reason != "time" else 1.5)) as box:
-        assert graded(box, program_of(answer, HUMAN), HUMAN) == Graded(passed, reason)
+        assert grade(box, program_of(answer, HUMAN), HUMAN) == Grade(passed, reason)
         assert box.clean
 
 
@@ -91,14 +91,14 @@ def test_humaneval(sandboxes, name: str) -> None:
 )
 def test_mbpp(sandboxes, answer: str, passed: float) -> None:
     with Sandbox(SandboxLimits()) as box:
-        assert graded(box, program_of(answer, LISTED), LISTED).passed == passed
+        assert grade(box, program_of(answer, LISTED), LISTED).passed == passed
 
 
 @pytest.mark.parametrize("setup", ["class Box:\n    value = 3", ""])
 def test_mbpps_tests_have_their_setup(sandboxes, setup: str) -> None:
     record = {"test_list": ["assert value(Box()) == 3"], "test_setup_code": setup}
     with Sandbox(SandboxLimits()) as box:
-        assert graded(box, "def value(box): return box.value", record).passed == bool(setup)
+        assert grade(box, "def value(box): return box.value", record).passed == bool(setup)
 
 
 READERS = {
@@ -128,12 +128,12 @@ def test_packages_of_this_python_are_there(sandboxes) -> None:
     record = {"test": "assert f() == 6\n", "entry_point": "f"}
     with Sandbox(SandboxLimits(timeout_s=60.0)) as box:
         code = "import numpy\ndef f(): return int(numpy.arange(4).sum())"
-        assert graded(box, code, record) == Graded(1.0, "")
+        assert grade(box, code, record) == Grade(1.0, "")
 
 
 def test_a_record_without_tests_is_refused(sandboxes) -> None:
     with Sandbox(SandboxLimits()) as box, pytest.raises(RefusedScore, match="has no tests"):
-        graded(box, "x = 1", {"question": "?"})
+        grade(box, "x = 1", {"question": "?"})
 
 
 def test_questions_of_the_three_kinds_of_records() -> None:
@@ -212,7 +212,7 @@ def test_small_functions_have_right_tests_and_half_taught_demonstrations(sandbox
     assert 60 <= len(whole) <= 100 and problems[7] == SmallFunctions(7, 1, 0.4)[0]
     with Sandbox(SandboxLimits()) as box:
         for problem in [problems[i] for i in range(10)]:
-            passed = graded(box, program_of(problem["answer"], problem), problem).passed
+            passed = grade(box, program_of(problem["answer"], problem), problem).passed
             assert passed == float(problem in whole)
     words = problems[0]["question"].split()
     factor, sign, number = int(words[1]), words[4], int(words[5])

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_async.errors import Away, ConfigError
 from jaxrl_async.sandbox import sandbox_layout as layout
-from jaxrl_async.sandbox.code_reward import PYTHON, Graded, graded
+from jaxrl_async.sandbox.code_reward import PYTHON, Grade, grade
 from jaxrl_async.sandbox.sandbox import Sandbox, SandboxLimits, SandboxPool
 from jaxrl_async.sandbox.system_calls import ARCHITECTURES, NUMBERS, seccomp_filter
 
@@ -93,11 +93,11 @@ def test_an_attack_is_a_failure_with_its_reason_and_leaves_nothing(kind: str, na
     code, reasons = ATTACKS[name]
     limits = QUICK if "time" in reasons else LIMITS
     with Sandbox(limits) as box:
-        result = graded(box, code, TEST)
+        result = grade(box, code, TEST)
         assert result.passed == 0.0 and result.reason in reasons, result
         # and the same sandbox works on, except for files that fill it
         if "filler" not in name and "large" not in name:
-            assert graded(box, WORKS, TEST) == Graded(1.0, "")
+            assert grade(box, WORKS, TEST) == Grade(1.0, "")
     assert has_ended("7770")
 
 
@@ -350,11 +350,11 @@ def test_a_sandbox_that_fails_is_an_error_of_the_machine(sandboxes, monkeypatch)
     with pytest.raises(Away):
         box.run(["sleep", "60"], timeout_s=60.0)
     box.close()
-    monkeypatch.setattr(layout, "starting_words", lambda *_: ["sh", "-c", "echo oh >&2; exit 3"])
+    monkeypatch.setattr(layout, "start_command", lambda *_: ["sh", "-c", "echo oh >&2; exit 3"])
     with pytest.raises(Away, match="oh"):
         Sandbox(LIMITS).run(["true"])
     words = ["sh", "-c", "echo 'no namespaces: not permitted' >&2; exit 77"]
-    monkeypatch.setattr(layout, "starting_words", lambda *_: words)
+    monkeypatch.setattr(layout, "start_command", lambda *_: words)
     with pytest.raises(ConfigError, match="does not let this user make a sandbox"):
         Sandbox(LIMITS).run(["true"])
 

@@ -9,9 +9,9 @@ import pytest
 from jaxrl_async.errors import ConfigError, DataError
 from jaxrl_async.tasks.named_tasks import load_task
 from jaxrl_async.tasks.pivot_task import (
+    filter_by_profile,
     pivot_task,
     pivots_of,
-    profiled,
     read_conversations,
 )
 from jaxrl_async.tasks.task_source import TaskSource
@@ -104,8 +104,8 @@ def test_a_profile_keeps_the_pivots_whose_rewards_vary_and_are_low(traces, tmp_p
     pivots = pivots_of(read_conversations(traces), "calls", "f")
     rewards = {0: [0, 0, 0, 0], 1: [1, 1, 1, 1], 2: [0, 1, 0, 0], 3: [1, 1, 1, 0], 4: [1, 0, 1, 0]}
     file = profile(tmp_path / "answers.jsonl", pivots, rewards)
-    assert [p[0] for p in profiled(pivots, file, 1.0).positions] == [2, 3, 4]
-    assert [p[0] for p in profiled(pivots, file, 0.75).positions] == [2, 4]
+    assert [p[0] for p in filter_by_profile(pivots, file, 1.0).positions] == [2, 3, 4]
+    assert [p[0] for p in filter_by_profile(pivots, file, 0.75).positions] == [2, 4]
     assert "2 of 20 pivots are kept; left out: 2 with equal rewards, 1 with a mean" in caplog.text
     assert "15 without answers" in caplog.text
     task = pivot_task(traces, turns="calls", profile=str(file))
@@ -123,7 +123,7 @@ def test_a_profile_that_says_nothing_is_refused(traces, tmp_path, rewards, messa
     pivots = pivots_of(read_conversations(traces), "calls", "f")
     file = profile(tmp_path / "answers.jsonl", pivots, rewards)
     with pytest.raises(DataError, match=message):
-        profiled(pivots, file, 1.0)
+        filter_by_profile(pivots, file, 1.0)
 
 
 @pytest.mark.parametrize("text", ['{"index": 0}', "no JSON", '{"index": "x", "reference": ""}'])
@@ -131,16 +131,16 @@ def test_what_is_no_profile_is_refused(traces, tmp_path, text):
     pivots = pivots_of(read_conversations(traces), "calls", "f")
     (file := tmp_path / "answers.jsonl").write_text(text, "utf-8")
     with pytest.raises(DataError, match="not the answers of an evaluation"):
-        profiled(pivots, file, 1.0)
+        filter_by_profile(pivots, file, 1.0)
     with pytest.raises(DataError, match="Give an answers"):
-        profiled(pivots, tmp_path / "none.jsonl", 1.0)
+        filter_by_profile(pivots, tmp_path / "none.jsonl", 1.0)
 
 
 def test_a_profile_of_other_turns_is_refused(traces, tmp_path):
     calls = pivots_of(read_conversations(traces), "calls", "f")
     file = profile(tmp_path / "answers.jsonl", calls, {1: [0, 1]})
     with pytest.raises(DataError, match="is to another turn"):
-        profiled(pivots_of(read_conversations(traces), "all", "f"), file, 1.0)
+        filter_by_profile(pivots_of(read_conversations(traces), "all", "f"), file, 1.0)
 
 
 @pytest.mark.parametrize(
