@@ -154,10 +154,10 @@ class ProgramMember:
 
     def drawn_versions(self) -> IntArray:
         """See ports.Plays."""
-        made = NOTHING if self._session is None else self._session.drawn_versions()
-        waiting = self._kept if self._session is None else self._session.not_repeated()
-        kept = (completion.versions for calls in waiting for completion in calls.completions)
-        return np.concatenate([made, *kept]).astype(np.int32)
+        sampled = NOTHING if self._session is None else self._session.drawn_versions()
+        unrepeated = self._kept if self._session is None else self._session.not_repeated()
+        kept = (completion.versions for calls in unrepeated for completion in calls.completions)
+        return np.concatenate([sampled, *kept]).astype(np.int32)
 
     def calls(self) -> tuple[SavedCalls, ...]:
         """See ports.KeepsCalls."""
@@ -343,8 +343,8 @@ async def _wait_for(work: "asyncio.Future[Any]", session: PolicySession) -> None
 
     session.on_end(notify)
     while not (work.done() or over.done()):
-        left = min(deadline - loop.time(), session.remaining_s())
-        await asyncio.wait({work, over}, timeout=max(left, 0.0), return_when="FIRST_COMPLETED")
+        left_s = min(deadline - loop.time(), session.remaining_s())
+        await asyncio.wait({work, over}, timeout=max(left_s, 0.0), return_when="FIRST_COMPLETED")
         session.expire()
         if loop.time() >= deadline:
             session.end(f"it took more than {session.bounds.total_s:g} s")

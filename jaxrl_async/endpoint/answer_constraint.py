@@ -54,7 +54,7 @@ def constraint_of(fields: BodyFields) -> tuple[str | None, Constraint | None]:
     """Return what the text of an answer must match, from OpenAI's and vLLM's fields, after the name
     of its field. Raises CallRefused."""
     inner = fields.inner("structured_outputs", {})
-    found = [
+    constraints = [
         ("response_format", format_constraint(fields, "response_format", "json_schema")),
         *(("structured_outputs", _structured(inner, name, name)) for name in GUIDED.values()),
         *((field, _structured(fields, field, name)) for field, name in GUIDED.items()),
@@ -63,13 +63,13 @@ def constraint_of(fields: BodyFields) -> tuple[str | None, Constraint | None]:
         frozenset({"disable_any_whitespace", "whitespace_pattern", "_backend"}),
         {"disable_additional_properties": (False,), "disable_fallback": (False,)},
     )
-    given = [(field, constraint) for field, constraint in found if constraint is not None]
-    if len(given) > 1:
+    present = [(field, constraint) for field, constraint in constraints if constraint is not None]
+    if len(present) > 1:
         raise CallRefused(
             "only one of response_format, structured_outputs and guided_* may be given",
             field="response_format",
         )
-    return given[0] if given else (None, None)
+    return present[0] if present else (None, None)
 
 
 def format_constraint(

@@ -156,15 +156,15 @@ def _user(blocks: Iterable[BodyFields]) -> list[dict[str, Any]]:
 
 
 def _tool_result(fields: BodyFields) -> dict[str, Any]:
-    given, name = fields.value("content"), fields.name("content")
-    blocks = given if isinstance(given, list) else []
+    value, name = fields.value("content"), fields.name("content")
+    blocks = value if isinstance(value, list) else []
     if any(isinstance(block, dict) and block.get("type") == "image" for block in blocks):
         content: Any = [
             _image(b) if b.needed_text("type") == "image" else text_part(b.needed_text("text"))
             for b in fields.objects("content")
         ]
     else:
-        content = "" if given is None else content_of(given, name)
+        content = "" if value is None else content_of(value, name)
     if fields.flag("is_error"):
         content = f"Error: {joined_text(content, name)}"
     call = fields.needed_text("tool_use_id")

@@ -269,11 +269,11 @@ class EndpointApp:
         prompts = tuple(
             [
                 await service.text_prompt(
-                    caller, given, adds_special=call.adds_special, is_long=exchange.is_long
+                    caller, prompt, adds_special=call.adds_special, is_long=exchange.is_long
                 )
-                if isinstance(given, str)
-                else np.array(given, np.int32)
-                for given in call.prompts
+                if isinstance(prompt, str)
+                else np.array(prompt, np.int32)
+                for prompt in call.prompts
             ]
         )
         heading = service.heading(caller, "cmpl")

@@ -100,8 +100,8 @@ class ChatDeltas:
     def _stable(self, text: str, held: int, marks: tuple[str, ...]) -> str:
         """Return the prefix of a text that cannot change any more."""
         text = text[: len(text) - held] if held else text
-        found = [at for mark in (*marks, HALF) if (at := text.find(mark)) >= 0]
-        end = min(found, default=len(text) - max((overlap(text, m) for m in marks), default=0))
+        ends = [at for mark in (*marks, HALF) if (at := text.find(mark)) >= 0]
+        end = min(ends, default=len(text) - max((overlap(text, m) for m in marks), default=0))
         return text[:end].rstrip() if self._calls else text[:end]
 
     def _reason_to(self, text: str) -> Iterator[ChatDelta]:

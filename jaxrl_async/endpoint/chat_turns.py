@@ -71,11 +71,11 @@ class ChatTurns:
         if not arguments:
             return chat
         key = json.dumps(arguments, sort_keys=True)
-        found = self._formats.get(key) or chat.with_arguments(arguments)
-        self._formats[key] = found
+        written_by = self._formats.get(key) or chat.with_arguments(arguments)
+        self._formats[key] = written_by
         while len(self._formats) > MAX_FORMATS:
             self._formats.popitem(last=False)
-        return found
+        return written_by
 
     def options(self, caller: Caller, call: ChatCall, prompt: PromptTokens) -> SamplingOptions:
         """Return a chat call's options with what its whole turn must match. Raises CallRefused."""
@@ -155,7 +155,7 @@ def _turn(call: ChatCall, prompt: PromptTokens, choice: GrowingAnswer) -> Messag
         return shown
     before = f"{choice.request_id}\n".encode() + prompt.token_ids.tobytes()
     calls = [
-        {**made, "id": call_id(turn, i, before)} if made["id"] == call_id(turn, i) else made
-        for i, made in enumerate(shown["tool_calls"])
+        {**call, "id": call_id(turn, i, before)} if call["id"] == call_id(turn, i) else call
+        for i, call in enumerate(shown["tool_calls"])
     ]
     return {**shown, "tool_calls": calls}

@@ -165,8 +165,8 @@ class TokenRow:
             return [own]
         ids = [*self.others.top_ids[index, :top].tolist(), *named]
         logprobs = [*self.others.top_logprobs[index, :top], *self.others.id_logprobs[index]]
-        found = dict(zip(ids, (json_number(float(x)) for x in logprobs), strict=True))
-        return [(i, own[1] if i == own[0] else x) for i, x in found.items() if i >= 0]
+        by_id = dict(zip(ids, (json_number(float(x)) for x in logprobs), strict=True))
+        return [(i, own[1] if i == own[0] else x) for i, x in by_id.items() if i >= 0]
 
 
 def json_number(logprob: float) -> float:

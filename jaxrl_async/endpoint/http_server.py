@@ -115,16 +115,16 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns TCP_NODELAY on for sockets that name their protocol, and for no others
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of each connection
-        found.bind((host, port))
-        found.listen(1024)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # of each connection
+        listener.bind((host, port))
+        listener.listen(1024)
     except (OSError, OverflowError) as error:  # a port above 65535 overflows
-        found.close()
+        listener.close()
         raise ConfigError(
             f"the endpoint cannot listen on {host}, port {port}: {error}. Choose another address, "
             "or port 0 for any free one."
         ) from None
-    return found
+    return listener

@@ -46,9 +46,9 @@ class ImageChat:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
     ) -> IntArray:
         """See ports.ChatFormat. Raises DataError for an image that cannot be read."""
-        found = self._tokens(messages, lambda texts: self._chat.opening(texts, tools))
-        assert found is not None, "an opening has tokens"
-        return found
+        token_ids = self._tokens(messages, lambda texts: self._chat.opening(texts, tools))
+        assert token_ids is not None, "an opening has tokens"
+        return token_ids
 
     def message(self, token_ids: IntArray, tools: Sequence[Mapping[str, object]]) -> Message:
         """See ports.ChatFormat."""

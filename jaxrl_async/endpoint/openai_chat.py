@@ -131,17 +131,17 @@ def template_of(
     own = fields.value("chat_template_kwargs")
     if own is not None and not isinstance(own, dict):
         fields.refuse("chat_template_kwargs", "an object")
-    given = {"chat_template_kwargs": own, **others}
-    return {name: variables for name, variables in given.items() if variables}
+    by_field = {"chat_template_kwargs": own, **others}
+    return {name: variables for name, variables in by_field.items() if variables}
 
 
 def stream_usage_of(fields: BodyFields) -> tuple[bool, tuple[str, ...]]:
     """Return whether a stream ends with the token counts, and the options without effect: the
     counts are not repeated with each part."""
     inner = fields.inner("stream_options", {})
-    wanted, repeats = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
+    usage, repeats = inner.flag("include_usage"), inner.flag("continuous_usage_stats")
     inner.close(frozenset({"include_obfuscation"}))
-    return wanted, (inner.name("continuous_usage_stats"),) if repeats else ()
+    return usage, (inner.name("continuous_usage_stats"),) if repeats else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,9 +89,9 @@ def text_call(body: object) -> TextCall:
 
 def _prompts(fields: BodyFields) -> tuple[str | tuple[int, ...], ...]:
     """Return the prompts: a text, token ids, or a list of either. Raises CallRefused."""
-    given = fields.value("prompt")
-    several = isinstance(given, list) and given and isinstance(given[0], str | list)
-    values = fields.rows("prompt", MAX_CHOICES) if several else [given]
+    prompt = fields.value("prompt")
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    values = fields.rows("prompt", MAX_CHOICES) if several else [prompt]
     prompts = []
     for i, value in enumerate(values):
         name = f"prompt[{i}]" if several else "prompt"
@@ -174,9 +174,9 @@ class TextWriter:
         """Return the echoed prompt as a choice; None: it is not echoed."""
         if not self.call.echo:
             return None
-        given = self.call.prompts[index // self.call.options.count]
+        prompt = self.call.prompts[index // self.call.options.count]
         row = prompt_row(self._prompt(index), answer.prompt_logprobs)
-        text = given if isinstance(given, str) else self.words.decode(row.token_ids.tolist())
+        text = prompt if isinstance(prompt, str) else self.words.decode(row.token_ids.tolist())
         lead = self._choice(index, text, row, flow)
         if lead["logprobs"] is not None:  # no token precedes the first one
             lead["logprobs"]["token_logprobs"][0] = None
@@ -214,10 +214,10 @@ class TextWriter:
         numbers = [json_number(x) for x in row.logprobs.tolist()]
         tops = []
         for index, pair in enumerate(zip(ids, numbers, strict=True)):
-            found: dict[str, float] = {}  # of tokens with the same text, the likeliest
+            by_text: dict[str, float] = {}  # of tokens with the same text, the likeliest
             for token, number in (*row.likely(index, shown.top, shown.ids), pair):
-                found[word(token)] = max(number, found.get(word(token), number))
-            tops.append(found)
+                by_text[word(token)] = max(number, by_text.get(word(token), number))
+            tops.append(by_text)
         return {
             "tokens": [word(token) for token in ids],
             "token_logprobs": numbers,

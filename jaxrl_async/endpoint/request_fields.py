@@ -248,16 +248,16 @@ def table_lines() -> Iterator[str]:
 def summary_lines() -> Iterator[str]:
     """Yield the lines of the table in docs/endpoint.md: a row for each use without an
     error for the client. A field of several uses has its paths in brackets."""
-    found: dict[str, dict[FieldUse, list[str]]] = {}
+    by_name: dict[str, dict[FieldUse, list[str]]] = {}
     for path, rules in TABLES.items():
         for name, rule in rules.items():
-            found.setdefault(name, {}).setdefault(rule.use, []).append(path)
+            by_name.setdefault(name, {}).setdefault(rule.use, []).append(path)
     yield "| | fields |"
     yield "| --- | --- |"
     for use in (GUESTS, COUNTED):
         names = (
             f"`{name}`" + (f" ({', '.join(uses[use])})" if len(uses) > 1 else "")
-            for name, uses in sorted(found.items())
+            for name, uses in sorted(by_name.items())
             if use in uses
         )
         yield f"| **{use}** | {', '.join(names)} |"

@@ -73,8 +73,8 @@ def responses_call(body: object) -> ResponsesCall:
     options = replace(options, max_new_tokens=most or options.max_new_tokens)
     options, ignored = _with_format(fields, options)
     reasoning, counted = _reasoning(fields)
-    for i, wanted in enumerate(fields.rows("include", 16)):
-        if wanted not in INCLUDED:
+    for i, included in enumerate(fields.rows("include", 16)):
+        if included not in INCLUDED:
             raise CallRefused(f"must be {INCLUDED[0]!r}", field=f"include[{i}]")
     fields.inner("stream_options", {}).close(frozenset({"include_obfuscation"}))
     chat = ChatCall(
@@ -237,13 +237,13 @@ def _content(item: BodyFields, field: str) -> str | list[dict[str, Any]]:
 def _part(fields: BodyFields) -> dict[str, Any]:
     kind = fields.text("type", "input_text")
     if kind == "input_image":
-        found = image_part(fields.value("image_url"), fields.name("image_url"))
+        converted = image_part(fields.value("image_url"), fields.name("image_url"))
     elif kind in TEXTS or kind == "refusal":
-        found = text_part(fields.needed_text("refusal" if kind == "refusal" else "text"))
+        converted = text_part(fields.needed_text("refusal" if kind == "refusal" else "text"))
     else:
         fields.refuse("type", "a kind of text, or 'input_image'")
     fields.close(frozenset({"annotations", "logprobs", "detail", "prompt_cache_breakpoint"}))
-    return found
+    return converted
 
 
 def _tool(fields: BodyFields) -> Mapping[str, Any]:

@@ -300,10 +300,10 @@ def sampling_options(
 def stops_of(fields: BodyFields, field: str) -> tuple[str, ...]:
     """Return the stop strings, given as one text or a list. Raises CallRefused."""
     value: Any = fields.value(field)
-    given: Sequence[Any] = [value] if isinstance(value, str) else fields.rows(field, MAX_STOPS)
-    for stop in given:
+    stops: Sequence[Any] = [value] if isinstance(value, str) else fields.rows(field, MAX_STOPS)
+    for stop in stops:
         if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_LENGTH:
             raise CallRefused(
                 f"must hold texts of 1 to {MAX_STOP_LENGTH} characters", field=fields.name(field)
             )
-    return tuple(given)
+    return tuple(stops)

@@ -295,8 +295,8 @@ class EndpointService:
             raise CallRefused("a session's key may not do that", status=403)
 
     def _is_guest(self, key: str) -> bool:
-        given = key.encode()
-        return any(hmac.compare_digest(given, known.encode()) for known in self._guest_keys)
+        encoded = key.encode()
+        return any(hmac.compare_digest(encoded, known.encode()) for known in self._guest_keys)
 
     def _of_member(self, session: PolicySession) -> Conversations:
         if session.key not in self._members:

@@ -194,15 +194,15 @@ class PolicySession:
                 self.on_end(lambda _: call_in(loop, future.cancel), number)
                 completion = await (future if early is None else first_of(future, early))
             check_kept(completion, self.limits, len(request.token_ids))
-            kept = None if cut is None else cut(completion.token_ids)
+            count = None if cut is None else cut(completion.token_ids)
         except BaseException as error:
             self._close_call(number, None)
             stopped = isinstance(error, asyncio.CancelledError | Closed) and not _is_cancelled()
             if stopped and self.ended is not None:
                 raise self._end_error() from None
             raise
-        if kept is not None and kept < len(completion.token_ids):
-            completion = cut_completion(completion, max(kept, 0), len(request.token_ids))
+        if count is not None and count < len(completion.token_ids):
+            completion = cut_completion(completion, max(count, 0), len(request.token_ids))
         self._close_call(number, completion)
         return completion
 
@@ -297,10 +297,10 @@ class PolicySession:
 
     def expire(self) -> bool:
         """End it if a time limit is reached; return whether this call ended it."""
-        left, reason = self._remaining()
-        if left <= 0:
+        left_s, reason = self._remaining()
+        if left_s <= 0:
             self.end(reason)
-        return left <= 0
+        return left_s <= 0
 
     def sampling_s(self) -> float:
         """Return the time during which at least one of its calls was running, seconds."""
@@ -425,8 +425,8 @@ class PolicySession:
     def _remaining(self) -> tuple[float, str]:
         """Return the seconds until a time limit is reached, and its end reason."""
         with self._lock:
-            left = self._times.remaining(self.bounds, samples=self._trace.num_drawing > 0)
-            return left if self.ended is None else (math.inf, "")
+            remaining = self._times.remaining(self.bounds, samples=self._trace.num_drawing > 0)
+            return remaining if self.ended is None else (math.inf, "")
 
 
 class Sessions:

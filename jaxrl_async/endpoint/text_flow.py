@@ -72,7 +72,7 @@ class TextFlow:
                 return
             known = len(self.text)
             self._take([token])
-            self.stop = self._found(max(0, known - self._longest_stop))
+            self.stop = self._first_stop(max(0, known - self._longest_stop))
             self.count = None if self.stop is None else len(self._ids)
 
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
@@ -81,11 +81,11 @@ class TextFlow:
         tokens of a run of invalid bytes have the first one's offset."""
         if self._bytes_of is not None:
             return [self._characters.offset(self._bytes_of(int(token))) for token in token_ids]
-        found = []
+        offsets = []
         for token in token_ids:
-            found.append(len(self.text))
+            offsets.append(len(self.text))
             self._take([token])
-        return found
+        return offsets
 
     def _take(self, token_ids: Sequence[int]) -> None:
         """Process more tokens; their text is delayed while it ends with half a character."""
@@ -96,10 +96,10 @@ class TextFlow:
         self.text += new[len(self._decode(self._ids[self._start : self._settled])) :]
         self._start, self._settled = self._settled, len(self._ids)
 
-    def _found(self, start: int) -> str | None:
+    def _first_stop(self, start: int) -> str | None:
         """Return the first stop string in the text from `start`."""
         offsets = [(self.text.find(s, start), s) for s in self._stops]
-        return min((found for found in offsets if found[0] >= 0), default=(0, None))[1]
+        return min((pair for pair in offsets if pair[0] >= 0), default=(0, None))[1]
 
     def sendable(self) -> str:
         """Return the part of the text that no further token changes: without a possible start of a

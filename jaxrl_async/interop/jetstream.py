@@ -153,14 +153,14 @@ class JaxrlEngine:
         positions = np.arange(prefix.core.kv.k[0].shape[0])
         numbers = np.minimum(positions // PAGE_TOKENS, self._tables.shape[2] - 1)
         firsts = [g.first_page(length, PAGE_TOKENS) for g in spec.kv_layout.groups]
-        kept = (positions < length) & (numbers >= np.reshape(firsts, (-1, 1)))
+        is_kept = (positions < length) & (numbers >= np.reshape(firsts, (-1, 1)))
         request = replace(self._template, request_id=str(self._inserted), key=(self._inserted, 0))
         live = LiveRequest(
             request=request, max_new=min(request.max_new_tokens, spec.max_length - length)
         )
         no_pages = np.zeros(0, np.int32)
         args = InsertArgs(
-            pages=np.where(kept, self._tables[slot][:, numbers], spec.pages).astype(np.int32),
+            pages=np.where(is_kept, self._tables[slot][:, numbers], spec.pages).astype(np.int32),
             offsets=(positions % PAGE_TOKENS).astype(np.int32),
             sources=no_pages,
             targets=no_pages,

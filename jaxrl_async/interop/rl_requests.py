@@ -79,8 +79,8 @@ class CheckedRequest:
 
 def value_of(record: object, key: str, default: object = None) -> Any:
     """Return a field of a record or a mapping; default: if it is missing or None."""
-    found = record.get(key) if isinstance(record, Mapping) else getattr(record, key, None)
-    return default if found is None else found
+    value = record.get(key) if isinstance(record, Mapping) else getattr(record, key, None)
+    return default if value is None else value
 
 
 def name_of(given: object, number: int) -> str:
@@ -175,13 +175,13 @@ def _is_whole(value: object) -> bool:
 def _params_of(params: object) -> dict[str, Any]:
     """Return the sampling parameters of a record or a mapping that are not None. Raises
     RolloutError if it is neither."""
-    found = _fields(params, KNOWN)
+    fields = _fields(params, KNOWN)
     if not isinstance(params, Mapping | None) and not any(hasattr(params, key) for key in KNOWN):
         raise RolloutError(
             f"sampling_params is {params!r:.80}, neither a record of sampling parameters nor a "
             "mapping."
         )
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _fields(record: object, named: Collection[str]) -> dict[str, Any]:
@@ -189,13 +189,13 @@ def _fields(record: object, named: Collection[str]) -> dict[str, Any]:
     `named` ones. For a dataclass, other fields are included if they differ from their defaults."""
     if isinstance(record, Mapping | SimpleNamespace):
         return dict(record if isinstance(record, Mapping) else vars(record))
-    found = {key: getattr(record, key) for key in named if hasattr(record, key)}
+    fields = {key: getattr(record, key) for key in named if hasattr(record, key)}
     if dataclasses.is_dataclass(record):
         for one in dataclasses.fields(record):
             value = getattr(record, one.name)
             if one.name not in named and not _same(value, _default(one)):
-                found[one.name] = value
-    return found
+                fields[one.name] = value
+    return fields
 
 
 def _check_request(given: object) -> None:

@@ -54,10 +54,10 @@ class WeightFolder:
         all versions that no user needs."""
         with self._lock:
             self._used[user] = set() if version is None else {version}
-            wanted = {str(v) for versions in self._used.values() for v in versions}
-            if not wanted:
+            needed = {str(v) for versions in self._used.values() for v in versions}
+            if not needed:
                 shutil.rmtree(self._root, ignore_errors=True)
                 return
             for old in self._root.iterdir():
-                if old.name not in wanted:
+                if old.name not in needed:
                     shutil.rmtree(old, ignore_errors=True)

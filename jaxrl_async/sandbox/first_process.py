@@ -97,19 +97,19 @@ class FirstProcess:
             if len(self.received) < self.request["bytes"]:
                 return
             request, self.request = self.request, None
-            given = bytes(self.received[: request["bytes"]])
+            data = bytes(self.received[: request["bytes"]])
             del self.received[: request["bytes"]]
-            self.start(request, given)
+            self.start(request, data)
 
-    def start(self, request: dict[str, Any], given: bytes) -> None:
-        """Start a command, or reply why it cannot be started. given: its input."""
+    def start(self, request: dict[str, Any], data: bytes) -> None:
+        """Start a command, or reply why it cannot be started. data: its input."""
         if request["alone"] and not self.jobs:
             self.clear()
         environ = {"PATH": self.limits["path"], "HOME": "/work", "LANG": "C.UTF-8",
                    "TMPDIR": "/tmp", "TERM": "dumb", **request["env"]}  # fmt: skip
         try:
             with os.fdopen(os.memfd_create("stdin"), "w+b") as stdin:
-                stdin.write(given)
+                stdin.write(data)
                 stdin.seek(0)
                 process = subprocess.Popen(
                     request["words"], stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -193,11 +193,11 @@ class FirstProcess:
             self.end(job, "time")
         if job.code is None:
             return
-        left = job.request["alone"] and any(alive for _, alive, _ in processes())
-        if not job.open and not left:
+        is_left = job.request["alone"] and any(alive for _, alive, _ in processes())
+        if not job.open and not is_left:
             self.finish(job)
         elif now - job.ended > DRAIN_S:
-            if left:
+            if is_left:
                 job.reason = job.reason or "left_processes"
                 kill_all()
             self.finish(job)
@@ -258,7 +258,7 @@ class FirstProcess:
 def processes() -> list[tuple[int, bool, int]]:
     """Return id, whether it is alive (no zombie), and kilobytes of memory that is not a file's, of
     each process of the sandbox but this one."""
-    found = []
+    listed = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or name == "1":
             continue
@@ -272,21 +272,21 @@ def processes() -> list[tuple[int, bool, int]]:
                         alive = line.split()[1] not in (b"Z", b"X")
         except OSError:
             continue
-        found.append((int(name), alive, kilobytes))
-    return found
+        listed.append((int(name), alive, kilobytes))
+    return listed
 
 
 def files_left() -> list[tuple[str, int, int, int]]:
     """Return each writable file and folder with what shows whether it was changed."""
-    found: list[tuple[str, int, int, int]] = []
+    entries: list[tuple[str, int, int, int]] = []
     devices = {os.lstat(top).st_dev for top in TOPS}
     for top in TOPS:
         for folder, folders, files in os.walk(top):
             here = [os.path.join(folder, name) for name in (*folders, *files)]
             about = {path: os.lstat(path) for path in (folder, *here)}
             folders[:] = [n for n in folders if about[os.path.join(folder, n)].st_dev in devices]
-            found += [(path, s.st_ino, s.st_mode, s.st_ctime_ns) for path, s in about.items()]
-    return found
+            entries += [(path, s.st_ino, s.st_mode, s.st_ctime_ns) for path, s in about.items()]
+    return entries
 
 
 def family(pid: int) -> set[int]:

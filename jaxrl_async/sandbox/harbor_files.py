@@ -46,13 +46,13 @@ def read_tasks(path: str) -> list[HarborTask]:
     folder = Path(path)
     if (folder / "task.toml").is_file():
         return [read_task(folder)]
-    found = sorted(file.parent for file in folder.glob("*/task.toml"))
-    if not found:
+    folders = sorted(file.parent for file in folder.glob("*/task.toml"))
+    if not folders:
         raise DataError(
             f"{path}: neither a task of Harbor (task.toml) nor a folder of tasks. Give the folder "
             "that holds them."
         )
-    return [read_task(one) for one in found]
+    return [read_task(one) for one in folders]
 
 
 def read_task(folder: Path) -> HarborTask:
@@ -126,11 +126,11 @@ def _variables(parts: Sequence[str]) -> dict[str, str]:
 def _sources(environment: Path, name: str) -> list[Path]:
     """Return the files that COPY names: one, or a pattern's. Raises ConfigError."""
     inside = environment.resolve()
-    found = (
+    files = (
         sorted(environment.glob(name.lstrip("/")))
         if "*" in name
         else [environment / name.lstrip("/")]
     )
-    if not found or any(not f.exists() or not f.resolve().is_relative_to(inside) for f in found):
+    if not files or any(not f.exists() or not f.resolve().is_relative_to(inside) for f in files):
         raise ConfigError(f"{environment.parent.name}: COPY {name}: there is no such file in it.")
-    return found
+    return files

@@ -143,9 +143,9 @@ class Trials:
                 tail = Path(file + ".log").read_bytes()[-400:].decode(errors="replace")
             message = f"its process ended with status {status}: {tail}"
             reply = {"rewards": None, "errors": [{"type": "TrialProcessError", "message": message}]}
-        for left in (file, file + ".log"):
+        for path in (file, file + ".log"):
             with contextlib.suppress(OSError):
-                os.unlink(left)
+                os.unlink(path)
         send({"id": number, **reply})
 
 

@@ -245,12 +245,12 @@ class Sandbox:
             with suppress(OSError):
                 assert self._process.stdin is not None, "stdin=PIPE"
                 self._process.stdin.close()
-            left, self._waiting = list(self._waiting.values()), {}
+            unanswered, self._waiting = list(self._waiting.values()), {}
         error = self._failed()
         self._errors.close()
         if not self._ready.done():
             self._ready.set_exception(error)
-        for answer in left:
+        for answer in unanswered:
             answer.set_exception(error)
 
     def _failed(self) -> Exception:
@@ -327,6 +327,6 @@ class SandboxPool:
         ones are started if they are needed again."""
         with self._lock:
             self._closed += 1
-            left, self._free = list(self._free), deque()
-        for box in left:
+            boxes, self._free = list(self._free), deque()
+        for box in boxes:
             box.close()

@@ -74,7 +74,7 @@ def seccomp_filter(machine: str = "") -> bytes:
         (EQUAL, 0, len(FAMILIES) + 2, SOCKET[index]),
         (LOAD, 0, 0, ARGUMENT_AT),
     ]
-    for left, family in zip(range(len(FAMILIES), 0, -1), FAMILIES, strict=True):
-        code.append((EQUAL, left, 0, family))
+    for skip, family in zip(range(len(FAMILIES), 0, -1), FAMILIES, strict=True):
+        code.append((EQUAL, skip, 0, family))
     code += [(RETURN, 0, 0, refuse), (RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("<HBBI", *line) for line in code)

@@ -61,13 +61,13 @@ def _attribute(module: object, name: str) -> Any:
 def load_function(source: FunctionSource) -> Callable[..., Any]:
     """Load a function: by its module's name if that can be imported, otherwise from the file. A
     script is run up to the point where it trains."""
-    found = _attribute(_module_of(source), source.name)
-    if not callable(found):
+    function = _attribute(_module_of(source), source.name)
+    if not callable(function):
         raise RolloutError(
             f"is not defined by {source.file} before it trains, so no process can load it "
             "(reward.processes). Define it at the top, or put it into a separate file."
         )
-    return found
+    return function
 
 
 def _module_of(source: FunctionSource) -> Any:

@@ -51,8 +51,8 @@ GENERATED = ("small_functions",)
 def factory(where: str) -> Callable[..., Task]:
     """Return a function of TASKS or LIBRARIES."""
     module, _, name = where.partition(":")
-    made: Callable[..., Task] = getattr(importlib.import_module(f"jaxrl_async.{module}"), name)
-    return made
+    function: Callable[..., Task] = getattr(importlib.import_module(f"jaxrl_async.{module}"), name)
+    return function
 
 
 def check_task_name(choice: Choice, of_run: Collection[str] = ()) -> None:
@@ -77,8 +77,8 @@ def files_of(choice: Choice) -> list[str]:
     if library not in OF_FILES or not source:
         return []
     arguments = arguments_of(choice)
-    given = (source, arguments.get("eval_path"), arguments.get("profile"))
-    return [path for path in given if isinstance(path, str) and path not in GENERATED]
+    paths = (source, arguments.get("eval_path"), arguments.get("profile"))
+    return [path for path in paths if isinstance(path, str) and path not in GENERATED]
 
 
 def load_task(choice: Choice, of_run: Collection[str] = ()) -> Task:

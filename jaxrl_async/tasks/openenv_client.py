@@ -90,8 +90,8 @@ def action_schema(server: ServerAddress) -> Mapping[str, Any]:
     address = f"{server.url}/schema"
     try:
         with urllib.request.urlopen(address, timeout=server.reply_s) as reply:
-            found = json.loads(reply.read(MAX_BYTES))
-        action = found["action"]
+            schemas = json.loads(reply.read(MAX_BYTES))
+        action = schemas["action"]
         if not isinstance(action, dict):
             raise TypeError("no object")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

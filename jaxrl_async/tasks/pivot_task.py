@@ -121,8 +121,8 @@ def pivot_task(
     if profile is None and max_mean != 1.0:
         raise ConfigError(f"max_mean ({max_mean}) has no effect without profile. Set that, too.")
     rules = MatchRules(calls=calls, text=text, similarity=similarity, ignored=frozenset(ignored))
-    found = pivots_of(read_conversations(source), turns, source)
-    kept = found if profile is None else filter_by_profile(found, Path(profile), max_mean)
+    pivots = pivots_of(read_conversations(source), turns, source)
+    kept = pivots if profile is None else filter_by_profile(pivots, Path(profile), max_mean)
     if eval_path is not None:
         train, held_out = kept, pivots_of(read_conversations(eval_path), turns, eval_path)
     else:
@@ -251,7 +251,7 @@ def filter_by_profile(pivots: Pivots, file: Path, max_mean: float) -> Pivots:
 
 def _rewards(pivots: Pivots, file: Path) -> dict[int, list[float]]:
     """Return the rewards in a profile, by the index of their pivot. Raises DataError."""
-    found: dict[int, list[float]] = {}
+    rewards: dict[int, list[float]] = {}
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # not at U+2028
         answers = [json.loads(line) for line in lines if line.strip()]
@@ -265,7 +265,7 @@ def _rewards(pivots: Pivots, file: Path) -> dict[int, list[float]]:
                     f"{file}: its answer to record {index} is to another turn. Make the profile "
                     "from the same file, with the same `turns`: its eval_path must be this file."
                 )
-            found.setdefault(index, []).append(float(answer["reward"]))
+            rewards.setdefault(index, []).append(float(answer["reward"]))
     except OSError as error:
         raise DataError(f"profile={file}: {error.strerror}. Give an answers.jsonl.") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -275,4 +275,4 @@ def _rewards(pivots: Pivots, file: Path) -> dict[int, list[float]]:
             f"{file}: not the answers of an evaluation ({type(error).__name__}: {error}). Give the "
             "answers.jsonl that jaxrl-async eval writes."
         ) from None
-    return found
+    return rewards

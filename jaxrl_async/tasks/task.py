@@ -137,8 +137,8 @@ class Task:
     def plays(self) -> bool:
         """Whether episodes are conversations: the task has records, an environment, a program or
         tools."""
-        given = (self.records, self.environment, self.game, self.program, self.system_prompt)
-        return bool(self.tools) or any(one is not None for one in given)
+        parts = (self.records, self.environment, self.game, self.program, self.system_prompt)
+        return bool(self.tools) or any(one is not None for one in parts)
 
     @property
     def judges(self) -> bool:

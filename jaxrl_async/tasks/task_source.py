@@ -118,15 +118,15 @@ class _Part(Sequence[TaskRecord]):
 
 
 def _as_sequence(records: Records, split: Split) -> Sequence[TaskRecord]:
-    given: Any = records(split) if callable(records) else records
-    if not hasattr(given, "__len__") or not hasattr(given, "__getitem__") or isinstance(given, str):
+    value: Any = records(split) if callable(records) else records
+    if not hasattr(value, "__len__") or not hasattr(value, "__getitem__") or isinstance(value, str):
         raise ConfigError(
-            f"the task's records for {split} are a {type(given).__name__}. Give a sequence of "
+            f"the task's records for {split} are a {type(value).__name__}. Give a sequence of "
             "mappings, or a function of the split that returns one."
         )
-    if not len(given):
+    if not len(value):
         raise DataError(f"the task has no records for {split}. Give at least one.")
-    listed: Sequence[TaskRecord] = given
+    listed: Sequence[TaskRecord] = value
     return listed
 
 
@@ -172,9 +172,9 @@ def opening_of(record: TaskRecord, where: str) -> tuple[list[Message], Message |
 
 def question_of(record: TaskRecord) -> str:
     """Return a record's question for display: its column, or the user's last message."""
-    found = next((field_text(record[name]) for name in QUESTIONS if name in record), None)
-    if found is not None:
-        return found
+    question = next((field_text(record[name]) for name in QUESTIONS if name in record), None)
+    if question is not None:
+        return question
     texts = [m.get("content") for m in conversation_of(record) if m.get("role") == "user"]
     return field_text(texts[-1]) or "" if texts else ""
 

@@ -129,11 +129,11 @@ class Toolbox:
             known = ", ".join(self._tools) or "none"
             return await self._error(f"error: there is no tool {name!r}; there are: {known}")
         try:
-            given = _checked(tool, arguments)
+            checked = _checked(tool, arguments)
         except ValueError as error:
             return await self._error(f"error: {name}: {error}")
         try:
-            outcome = await self._outcome(name, tool, given, arguments)
+            outcome = await self._outcome(name, tool, checked, arguments)
         except TooLate:
             self._count("tool_timeouts")
             return f"error: {name} took more than {self._limits.timeout_s:g} s"
@@ -143,12 +143,12 @@ class Toolbox:
         return self._cut(outcome.value)
 
     async def _outcome(
-        self, name: str, tool: "_Bound", given: Mapping[str, object], arguments: object
+        self, name: str, tool: "_Bound", checked: Mapping[str, object], arguments: object
     ) -> CallOutcome:
         """Call a tool: in a thread, or in a process once it was found to set a signal. The call
         that finds it is made again."""
         if tool.function not in SETS_SIGNALS:
-            outcome = await self._call(name, functools.partial(tool.function, **given))
+            outcome = await self._call(name, functools.partial(tool.function, **checked))
             found = isinstance(outcome.error, ValueError) and MAIN_THREAD in str(outcome.error)
             if not (found and _runs_in_a_process(name, tool.function)):
                 return outcome
@@ -297,23 +297,23 @@ def checked_arguments(tool: Tool, arguments: object) -> dict[str, Any]:
 def _checked(tool: _Bound, arguments: object) -> dict[str, Any]:
     """Return the arguments by name; raise ValueError with a short text if they do not fit."""
     try:
-        given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        values = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         raise ValueError("its arguments are not JSON") from None
-    if not isinstance(given, Mapping):
+    if not isinstance(values, Mapping):
         raise ValueError("its arguments are not a JSON object")
     try:
-        made = tool.arguments.model_validate(given)
+        model = tool.arguments.model_validate(values)
     except ValidationError as error:
         wrong = [
             f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}"
             for e in error.errors(include_url=False, include_context=False, include_input=False)
         ]
         raise ValueError("; ".join(wrong)) from None
-    set_ = made.model_fields_set
+    set_ = model.model_fields_set
     return {
-        n: getattr(made, f)
-        for n, f in zip(tool.names, type(made).model_fields, strict=True)
+        n: getattr(model, f)
+        for n, f in zip(tool.names, type(model).model_fields, strict=True)
         if f in set_
     }
 
@@ -382,7 +382,7 @@ def tools_of(owner: object, tools: Sequence[Tool | str], more: Sequence[Tool]) -
 
     Raises RolloutError for a text that does not name a method.
     """
-    found: list[Tool] = []
+    resolved: list[Tool] = []
     for tool in tools:
         method = getattr(owner, tool, None) if isinstance(tool, str) else tool
         if not callable(method):
@@ -390,5 +390,5 @@ def tools_of(owner: object, tools: Sequence[Tool | str], more: Sequence[Tool]) -
                 f"{type(owner).__name__}.tools names {tool!r}, which is not a method of it. "
                 "Correct the name."
             )
-        found.append(method)
-    return [*found, *more]
+        resolved.append(method)
+    return [*resolved, *more]

@@ -292,19 +292,19 @@ def verifiers_task(
 def environment_config(loaders: Any, name: str, arguments: Mapping[str, Any]) -> Any:
     """Return an environment's configuration. A seat without a runtime runs as a process of this
     machine if its harness runs nothing that the policy writes; otherwise raises ConfigError."""
-    given = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
-    kind = loaders.env_config_type(name, given.get("id", ""))
+    fields = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
+    kind = loaders.env_config_type(name, fields.get("id", ""))
     seats = _module(".configs.agent").AgentConfig
     without_runtime = []
     for seat, declared in kind.model_fields.items():
         if not isinstance(declared.default, seats):
             continue
-        settings = given.get(seat) or {}
+        settings = fields.get(seat) or {}
         if "runtime" in settings or "runtime" in declared.default.model_fields_set:
             continue
-        given[seat] = {**settings, "runtime": {"type": "subprocess"}}
+        fields[seat] = {**settings, "runtime": {"type": "subprocess"}}
         without_runtime.append(seat)
-    config = loaders.resolve_env_config(given)
+    config = loaders.resolve_env_config(fields)
     harnesses = config.agent_harnesses()
     for seat in without_runtime:
         if loaders.harness_class(harnesses[seat].id).EXECUTES_CODE:
