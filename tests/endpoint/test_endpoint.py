@@ -139,11 +139,11 @@ MIXED = "Hi 😀🎉 naïve 日本語 คำตอบ الجواب done"
 @pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("named_by_id", [False, True])
-def test_offsets_and_bytes_of_log_probs_are_those_of_the_text(talking: Rig, stream, named_by_id):
-    talking.sampler.texts = [MIXED]
+def test_offsets_and_bytes_of_log_probs_are_those_of_the_text(scripted: Rig, stream, named_by_id):
+    scripted.sampler.texts = [MIXED]
     more = {"return_tokens_as_token_ids": named_by_id, "return_token_ids": True}
     fields = {"prompt": "x", "max_tokens": 200, "logprobs": 1, "extra_body": more}
-    reply = talking.openai.completions.create(model="m", stream=stream, **fields)
+    reply = scripted.openai.completions.create(model="m", stream=stream, **fields)
     parts = [r.choices[0] for r in (reply if stream else [reply]) if r.choices]
     text = "".join(part.text for part in parts)
     assert text == MIXED
@@ -152,7 +152,7 @@ def test_offsets_and_bytes_of_log_probs_are_those_of_the_text(talking: Rig, stre
     assert len(offsets) == len(ids)
     starts = [0]  # the bytes before each token, by the tokenizer's own alphabet
     for token in ids:
-        starts.append(starts[-1] + len(talking.tokenizer.token_bytes(token)))
+        starts.append(starts[-1] + len(scripted.tokenizer.token_bytes(token)))
     owner = [i for i, c in enumerate(text) for _ in c.encode()]
     sampled = [i for i, start in enumerate(starts[:-1]) if start < len(owner)]
     assert [offsets[i] for i in sampled] == [owner[starts[i]] for i in sampled]
@@ -160,9 +160,9 @@ def test_offsets_and_bytes_of_log_probs_are_those_of_the_text(talking: Rig, stre
 
 
 @pytest.mark.full
-def test_bytes_of_a_chats_tokens_joined_are_the_text(talking: Rig):
-    talking.sampler.texts = [MIXED]
-    reply = talking.chat(max_tokens=200)
+def test_bytes_of_a_chats_tokens_joined_are_the_text(scripted: Rig):
+    scripted.sampler.texts = [MIXED]
+    reply = scripted.chat(max_tokens=200)
     entries = reply.choices[0].logprobs.content
     joined = b"".join(bytes(entry.bytes) for entry in entries)
     assert joined.removesuffix(b"<|im_end|>").decode() == MIXED == reply.choices[0].message.content
@@ -338,7 +338,7 @@ def test_a_session_becomes_an_episode_of_what_was_sampled(rig: Rig):
 def test_many_sessions_at_once_keep_apart(rig: Rig):
     sessions = [opened(rig, 10 + i) for i in range(12)]
 
-    def talk(session) -> list[int]:
+    def converse(session) -> list[int]:
         shown = {"x-api-key": session.key}
         sampled: list[int] = []
         messages = list(HI)
@@ -352,7 +352,7 @@ def test_many_sessions_at_once_keep_apart(rig: Rig):
         return sampled
 
     with ThreadPoolExecutor(12) as clients:
-        sampled = list(clients.map(talk, sessions))
+        sampled = list(clients.map(converse, sessions))
     for session, ids in zip(sessions, sampled, strict=True):
         session.finish()
         episode = session.episode()
@@ -365,7 +365,7 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 @pytest.fixture(scope="module")
-def talking() -> Iterator[Rig]:
+def scripted() -> Iterator[Rig]:
     tokenizer = byte_tokenizer(QWEN3)
     rig = serve(Speaker(tokenizer, []), tokenizer, terms=long_terms(tokenizer))
     yield rig
@@ -374,15 +374,15 @@ def talking() -> Iterator[Rig]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools_are_called_and_answered_in_openai_form(talking: Rig, stream):
-    talking.sampler.texts = [f"<think>\nlet me see\n</think>\n\nI add. {CALL}", "It is 3."]
-    talking.sampler.requests.clear()
+def test_tools_are_called_and_answered_in_openai_form(scripted: Rig, stream):
+    scripted.sampler.texts = [f"<think>\nlet me see\n</think>\n\nI add. {CALL}", "It is 3."]
+    scripted.sampler.requests.clear()
     tools = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
     messages: list = [{"role": "user", "content": "1+2?"}]
     fields = {"model": "m", "tools": tools, "extra_headers": {"x-session-id": f"tools {stream}"}}
-    create = talking.openai.chat.completions.create
+    create = scripted.openai.chat.completions.create
     if stream:
-        with talking.openai.chat.completions.stream(messages=messages, **fields) as events:
+        with scripted.openai.chat.completions.stream(messages=messages, **fields) as events:
             choice = events.get_final_completion().choices[0]
     else:
         choice = create(messages=messages, **fields).choices[0]
@@ -397,16 +397,16 @@ def test_tools_are_called_and_answered_in_openai_form(talking: Rig, stream):
     messages += [answer, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
     last = create(messages=messages, **fields).choices[0]
     assert (last.finish_reason, last.message.content) == ("stop", "It is 3.")
-    first, second = (talking.tokenizer.decode_all(r.token_ids) for r in talking.sampler.requests)
+    first, second = (scripted.tokenizer.decode_all(r.token_ids) for r in scripted.sampler.requests)
     assert second.startswith(first) and "let me see" in second and "<tool_response>" in second
     assert "add" in first
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools_are_called_and_answered_in_anthropic_form(talking: Rig, stream):
-    talking.sampler.texts = [f"<think>\nlet me see\n</think>\n\nI add. {CALL}", "It is 3."]
-    talking.sampler.requests.clear()
+def test_tools_are_called_and_answered_in_anthropic_form(scripted: Rig, stream):
+    scripted.sampler.texts = [f"<think>\nlet me see\n</think>\n\nI add. {CALL}", "It is 3."]
+    scripted.sampler.requests.clear()
     tools = [{"name": "add", "description": "adds", "input_schema": PARAMETERS}]
     messages: list = [{"role": "user", "content": "1+2?"}]
     fields = {"model": "m", "tools": tools, "max_tokens": 90}
@@ -414,8 +414,8 @@ def test_tools_are_called_and_answered_in_anthropic_form(talking: Rig, stream):
 
     def ask():
         if not stream:
-            return talking.anthropic.messages.create(messages=messages, **fields)
-        with talking.anthropic.messages.stream(messages=messages, **fields) as events:
+            return scripted.anthropic.messages.create(messages=messages, **fields)
+        with scripted.anthropic.messages.stream(messages=messages, **fields) as events:
             return events.get_final_message()
 
     first = ask()
@@ -430,14 +430,14 @@ def test_tools_are_called_and_answered_in_anthropic_form(talking: Rig, stream):
     ]
     last = ask()
     assert (last.stop_reason, last.content[0].text) == ("end_turn", "It is 3.")
-    one, two = (talking.tokenizer.decode_all(r.token_ids) for r in talking.sampler.requests)
+    one, two = (scripted.tokenizer.decode_all(r.token_ids) for r in scripted.sampler.requests)
     assert two.startswith(one) and "let me see" in two
 
 
-def test_tool_calls_stay_text_where_none_are_given(talking: Rig):
-    talking.sampler.texts = [CALL]
+def test_tool_calls_stay_text_where_none_are_given(scripted: Rig):
+    scripted.sampler.texts = [CALL]
     tools = [{"type": "function", "function": {"name": "add"}}]
-    reply = talking.openai.chat.completions.create(
+    reply = scripted.openai.chat.completions.create(
         model="m", messages=HI, tools=tools, tool_choice="none"
     )
     assert reply.choices[0].message.content == CALL
@@ -445,10 +445,10 @@ def test_tool_calls_stay_text_where_none_are_given(talking: Rig):
 
 
 @pytest.mark.full
-def test_a_long_answer_is_streamed_while_it_is_sampled(talking: Rig):
+def test_a_long_answer_is_streamed_while_it_is_sampled(scripted: Rig):
     text = "a word and " * 12
-    talking.sampler.texts = [text]
-    parts = talking.openai.chat.completions.create(model="m", messages=HI, stream=True)
+    scripted.sampler.texts = [text]
+    parts = scripted.openai.chat.completions.create(model="m", messages=HI, stream=True)
     texts = [c.choices[0].delta.content or "" for c in parts]
     assert "".join(texts) == text and sum(map(bool, texts)) > 3
 

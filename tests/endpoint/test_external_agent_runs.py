@@ -46,7 +46,7 @@ from openai import OpenAI
 
 from jaxrl_async.tasks.guess_number import GuessNumber
 
-ADDRESS, KEY, SAID = sys.argv[1:]
+ADDRESS, KEY, COUNTS = sys.argv[1:]
 counts, left, lock = Counter(), set(), threading.Lock()
 
 
@@ -119,7 +119,7 @@ for thread in agents:
     thread.start()
 for thread in agents:
     thread.join()
-with open(SAID, "w") as file:
+with open(COUNTS, "w") as file:
     json.dump(counts, file)
 '''
 TINY = (
@@ -147,7 +147,7 @@ def test_agents_in_another_process_play_a_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("openai", reason="needs the official client")
-    task, agents, counts = (tmp_path / name for name in ("task.py", "agents.py", "said.json"))
+    task, agents, counts = (tmp_path / name for name in ("task.py", "agents.py", "counts.json"))
     task.write_text(TASK, encoding="utf-8")
     agents.write_text(AGENTS, encoding="utf-8")
     port = free_port()

@@ -52,8 +52,8 @@ def outside(sessions: Sessions, counted: Counter, **bounds) -> ExternalAgentMemb
 
 async def group(members: ExternalAgentMembers, size: int = 2):
     policy = Answering()
-    asked = [("g5", make_prompt(3), (SavedEpisode(),) * size)]
-    (begun,) = begin_groups(policy, members, asked, LIMITS)
+    requests = [("g5", make_prompt(3), (SavedEpisode(),) * size)]
+    (begun,) = begin_groups(policy, members, requests, LIMITS)
     return await play_group(policy, make_prompt(3), begun, label="g5", limits=LIMITS)
 
 

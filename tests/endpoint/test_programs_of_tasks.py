@@ -127,7 +127,7 @@ def numbers(config: Config) -> list[dict[str, object]]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["as_function", "as_command"])
-def test_what_is_learnt_through_the_endpoint_is_what_is_learnt_without(
+def test_training_through_the_endpoint_is_the_training_without(
     tmp_path: Path, as_environment: Config, way: str
 ) -> None:
     pytest.importorskip("openai", reason="needs the official client")

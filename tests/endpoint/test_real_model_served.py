@@ -62,7 +62,7 @@ def test_a_conversation_is_answered_with_the_texts_of_generate_streamed_or_not(
     (model,) = [m.id for m in client.models.list()]
     fields = {"model": model, "temperature": 0, "max_tokens": MOST}
     messages: list[dict[str, str]] = []
-    talks, answers = [], []
+    conversations, answers = [], []
     for question in QUESTIONS:
         messages = [*messages, {"role": "user", "content": question}]
         whole = client.chat.completions.create(messages=messages, **fields).choices[0]
@@ -73,7 +73,7 @@ def test_a_conversation_is_answered_with_the_texts_of_generate_streamed_or_not(
         ]
         assert "".join(pieces) == whole.message.content
         assert whole.finish_reason in ("stop", "length")
-        talks.append(messages)
+        conversations.append(messages)
         answers.append(whole.message.content)
         messages = [*messages, {"role": "assistant", "content": whole.message.content}]
     assert len([piece for piece in pieces if piece]) > 1, "a long answer is streamed in pieces"
@@ -81,4 +81,4 @@ def test_a_conversation_is_answered_with_the_texts_of_generate_streamed_or_not(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         policy = jr.Policy.from_pretrained(SMOLLM2)
-    assert jr.generate(policy, talks, temperature=0, max_new_tokens=MOST) == answers
+    assert jr.generate(policy, conversations, temperature=0, max_new_tokens=MOST) == answers

@@ -30,7 +30,7 @@ WANTS_TOOL, SAYS = f"<think>\nlet me see\n</think>\n\nI add. {CALL}", "It is 3."
 
 
 @pytest.fixture
-def talking() -> Iterator[Rig]:
+def scripted() -> Iterator[Rig]:
     tokenizer = byte_tokenizer(QWEN3)
     terms = CallerLimits(
         sampling=SamplingParams(),
@@ -74,13 +74,13 @@ def answered(rig: Rig, client: openai.OpenAI, stream: bool, **fields):
 @pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["id", "items"])
-def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
+def test_a_tool_is_called_and_answered(scripted: Rig, stream: bool, by: str):
     """In a session, whose episode is one sequence: nothing sampled was tokenised again."""
-    talking.sampler.texts = [WANTS_TOOL, SAYS]
-    session = session_of(talking)
+    scripted.sampler.texts = [WANTS_TOOL, SAYS]
+    session = session_of(scripted)
     fields = {"instructions": "Be brief.", "tools": TOOLS}
-    with openai.OpenAI(base_url=talking.openai.base_url, api_key=session.key) as client:
-        first = answered(talking, client, stream, input="1+2?", **fields)
+    with openai.OpenAI(base_url=scripted.openai.base_url, api_key=session.key) as client:
+        first = answered(scripted, client, stream, input="1+2?", **fields)
         assert first.status == "completed" and first.output_text == "I add."
         assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
         thought, _, call = first.output
@@ -92,12 +92,12 @@ def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
         else:
             items = [item.model_dump(exclude_none=True) for item in first.output]
             more = {"input": [{"role": "user", "content": "1+2?"}, *items, result], "store": False}
-        second = answered(talking, client, stream, **more, **fields)
-    assert second.output_text == SAYS and second.usage.input_tokens == len(prompts(talking)[1])
-    one, two = prompts(talking)
-    sampled = [*talking.tokenizer.encode(WANTS_TOOL).tolist(), talking.tokenizer.eos_ids[0]]
+        second = answered(scripted, client, stream, **more, **fields)
+    assert second.output_text == SAYS and second.usage.input_tokens == len(prompts(scripted)[1])
+    one, two = prompts(scripted)
+    sampled = [*scripted.tokenizer.encode(WANTS_TOOL).tolist(), scripted.tokenizer.eos_ids[0]]
     assert two[: len(one) + len(sampled)] == one + sampled
-    text = talking.tokenizer.decode_all(two)
+    text = scripted.tokenizer.decode_all(two)
     assert "Be brief." in text and "<tool_response>" in text and '"name": "add"' in text
     session.finish()
     episode = session.episode()
@@ -105,10 +105,10 @@ def test_a_tool_is_called_and_answered(talking: Rig, stream: bool, by: str):
 
 
 @pytest.mark.full
-def test_events_of_a_stream_are_numbered_and_are_the_whole(talking: Rig):
-    talking.sampler.texts = [WANTS_TOOL]
+def test_events_of_a_stream_are_numbered_and_are_the_whole(scripted: Rig):
+    scripted.sampler.texts = [WANTS_TOOL]
     events = list(
-        talking.openai.responses.create(model="m", input="1+2?", tools=TOOLS, stream=True)
+        scripted.openai.responses.create(model="m", input="1+2?", tools=TOOLS, stream=True)
     )
     assert [e.sequence_number for e in events] == list(range(len(events)))
     texts = {
@@ -128,18 +128,18 @@ def test_events_of_a_stream_are_numbered_and_are_the_whole(talking: Rig):
 
 
 @pytest.mark.full
-def test_a_guest_continues_by_id_alone(talking: Rig):
-    talking.sampler.texts = ["One.", "Two.", "Other.", "Anew."]
-    ask = talking.openai.responses.create
+def test_a_guest_continues_by_id_alone(scripted: Rig):
+    scripted.sampler.texts = ["One.", "Two.", "Other.", "Anew."]
+    ask = scripted.openai.responses.create
     first = ask(model="m", input="Count")
     second = ask(model="m", input="More", previous_response_id=first.id)
     other = ask(model="m", input="Else", previous_response_id=first.id)
     assert [r.output_text for r in (first, second, other)] == ["One.", "Two.", "Other."]
-    one, two, three = prompts(talking)
-    sampled = [*talking.tokenizer.encode("One.").tolist(), talking.tokenizer.eos_ids[0]]
+    one, two, three = prompts(scripted)
+    sampled = [*scripted.tokenizer.encode("One.").tolist(), scripted.tokenizer.eos_ids[0]]
     assert two[: len(one) + len(sampled)] == three[: len(one) + len(sampled)] == one + sampled
     assert second.previous_response_id == first.id
-    assert talking.endpoint.counts().continued == 2
+    assert scripted.endpoint.counts().continued == 2
     ask(model="m", input="Count", store=False)
     for unknown in ("resp_0123_7", "resp_x", "nonsense"):
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
@@ -147,11 +147,11 @@ def test_a_guest_continues_by_id_alone(talking: Rig):
 
 
 @pytest.mark.full
-def test_a_session_that_continues_by_id_records_the_whole_conversation(talking: Rig):
+def test_a_session_that_continues_by_id_records_the_whole_conversation(scripted: Rig):
     """Its reward functions and teachers read the conversation and what it answered before."""
-    talking.sampler.texts, session = ["one", "two"], session_of(talking)
+    scripted.sampler.texts, session = ["one", "two"], session_of(scripted)
     client = openai.OpenAI(
-        base_url=f"{talking.endpoint.address}/v1", api_key=session.key, max_retries=0
+        base_url=f"{scripted.endpoint.address}/v1", api_key=session.key, max_retries=0
     )
     with client:
         first = client.responses.create(model="m", instructions="Be brief.", input="q1")
@@ -197,12 +197,12 @@ def test_unnamed_responses_do_not_crowd_out_a_named_conversation():
 
 
 @pytest.mark.full
-def test_an_answer_that_is_cut_off_is_incomplete(talking: Rig):
-    talking.sampler.texts = ["a long answer"] * 2
+def test_an_answer_that_is_cut_off_is_incomplete(scripted: Rig):
+    scripted.sampler.texts = ["a long answer"] * 2
     for stream in (False, True):
-        cut = answered(talking, talking.openai, stream, input="Hi", max_output_tokens=4)
-        sampled = talking.tokenizer.encode("a long answer")[:4]
-        assert cut.status == "incomplete" and cut.output_text == talking.tokenizer.decode(sampled)
+        cut = answered(scripted, scripted.openai, stream, input="Hi", max_output_tokens=4)
+        sampled = scripted.tokenizer.encode("a long answer")[:4]
+        assert cut.status == "incomplete" and cut.output_text == scripted.tokenizer.decode(sampled)
         assert cut.incomplete_details.reason == "max_output_tokens"
         assert cut.usage.output_tokens == 4
 
@@ -230,15 +230,15 @@ def test_an_answer_that_is_cut_off_is_incomplete(talking: Rig):
         ({"input": "x", "n": 2}, "n"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(talking: Rig, body, field):
-    reply = talking.http.post("/v1/responses", json=body)
+def test_what_cannot_be_served_is_refused_by_name(scripted: Rig, body, field):
+    reply = scripted.http.post("/v1/responses", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field), reply.text
 
 
 @pytest.mark.full
-def test_what_a_coding_agent_sends_is_taken(talking: Rig):
+def test_what_a_coding_agent_sends_is_taken(scripted: Rig):
     """Fields that ask for nothing that changes the answer."""
-    talking.sampler.texts = ["Done."]
+    scripted.sampler.texts = ["Done."]
     body = {
         "model": "m",
         "instructions": "You are a coding agent.",
@@ -260,9 +260,9 @@ def test_what_a_coding_agent_sends_is_taken(talking: Rig):
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "p",
     }  # fmt: skip
-    reply = talking.http.post("/v1/responses", json=body)
+    reply = scripted.http.post("/v1/responses", json=body)
     assert reply.status_code == 200 and '"type":"response.completed"' in reply.text
-    text = talking.tokenizer.decode_all(np.array(prompts(talking)[0]))
+    text = scripted.tokenizer.decode_all(np.array(prompts(scripted)[0]))
     offsets = [text.index(part) for part in ("coding agent", "Permissions", "Fix it", "add")]
     assert offsets[:3] == sorted(offsets[:3]) and "<tool_response>" in text
 

@@ -153,7 +153,7 @@ def test_a_prompt_that_the_engine_does_not_prefill_fails_alone(sampler) -> None:
 
 @dataclass
 class SummingEngine:
-    """The contract's methods that a ForeignSampler uses, drawing as TestEngine does, at once."""
+    """The contract's methods that a ForeignSampler uses, sampling as TestEngine does, at once."""
 
     max_concurrent_decodes: int = 2
     max_prefill_length: int = 64

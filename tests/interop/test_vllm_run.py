@@ -1,4 +1,4 @@
-"""A run whose answers vLLM draws: a real server of its CPU build, in an environment of its own."""
+"""A run whose answers vLLM samples: a real server of its CPU build, in its own environment."""
 
 import os
 import re
@@ -91,7 +91,7 @@ def _when_up(url: str, process: subprocess.Popen[bytes], log: Path) -> str:
     pytest.fail(f"the server did not start: {log.read_text()[-2000:]}")
 
 
-def wishes(address: str, tmp_path: Path) -> list[str]:
+def overrides(address: str, tmp_path: Path) -> list[str]:
     return [
         f"run.dir={tmp_path}",
         "model.path=null",
@@ -114,10 +114,10 @@ def _words(mapping: dict[str, int]) -> str:
     return ", ".join(f"{key}: {value}" for key, value in mapping.items())
 
 
-def test_a_run_learns_from_what_vllm_draws(address: str, tmp_path: Path) -> None:
+def test_a_run_learns_from_what_vllm_samples(address: str, tmp_path: Path) -> None:
     """Its log-probs are the trainer's but for rounding, no token is older than the bound allows,
     and the held-out accuracy rises."""
-    train(load(ROOT / "configs" / "vllm.yaml", wishes(address, tmp_path)))
+    train(load(ROOT / "configs" / "vllm.yaml", overrides(address, tmp_path)))
     lines = read_lines(tmp_path / "vllm" / "metrics.jsonl")
     accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
     assert accuracy[-1] > accuracy[0] + 0.05, accuracy
@@ -132,7 +132,7 @@ def test_a_run_learns_from_what_vllm_draws(address: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("model.architecture.vocab=48", "a vocabulary of 24, but the policy's has 48"),
         ("model.architecture.mlp=96", "differs from the policy (mlp 128, not 96)"),
@@ -141,9 +141,9 @@ def test_a_run_learns_from_what_vllm_draws(address: str, tmp_path: Path) -> None
     ],
 )
 def test_a_server_of_another_model_is_refused_before_the_run(
-    address: str, tmp_path: Path, override: str, told: str
+    address: str, tmp_path: Path, override: str, message: str
 ) -> None:
-    config = load(ROOT / "configs" / "vllm.yaml", [*wishes(address, tmp_path), override])
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    config = load(ROOT / "configs" / "vllm.yaml", [*overrides(address, tmp_path), override])
+    with pytest.raises(ConfigError, match=re.escape(message)):
         train(config)
     assert not (tmp_path / "vllm").exists()

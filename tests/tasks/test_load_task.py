@@ -35,8 +35,8 @@ def wrong():
 """
 
 
-ASKED = {"role": "user", "content": "1+1?"}
-SAID = {"role": "assistant", "content": "2"}
+QUESTION = {"role": "user", "content": "1+1?"}
+ANSWER = {"role": "assistant", "content": "2"}
 
 
 @pytest.fixture
@@ -126,9 +126,9 @@ def test_a_record_that_no_checkpoint_can_hold_is_refused(record):
     [
         ({"question": "q", "answer": [1, 2]}, "q", "[1, 2]", []),
         ({"question": "q", "answer": {"a": None}}, "q", '{"a": null}', []),
-        ({"messages": [ASKED, SAID]}, "1+1?", "2", [ASKED]),
-        ({"messages": [ASKED, SAID], "answer": 3}, "1+1?", "3", [ASKED]),
-        ({"prompt": [ASKED], "answer": "2"}, "1+1?", "2", [ASKED]),
+        ({"messages": [QUESTION, ANSWER]}, "1+1?", "2", [QUESTION]),
+        ({"messages": [QUESTION, ANSWER], "answer": 3}, "1+1?", "3", [QUESTION]),
+        ({"prompt": [QUESTION], "answer": "2"}, "1+1?", "2", [QUESTION]),
     ],
 )
 def test_a_record_is_read_as_those_of_files_are(record, text, reference, messages):
@@ -139,7 +139,7 @@ def test_a_record_is_read_as_those_of_files_are(record, text, reference, message
 
 
 def test_messages_that_are_none_are_refused():
-    for wrong in ("hi", ["hi"], [{"content": "x"}], {"role": "user"}, [SAID]):
+    for wrong in ("hi", ["hi"], [{"content": "x"}], {"role": "user"}, [ANSWER]):
         with pytest.raises(DataError, match="record 0 of the task: its messages are"):
             TaskSource([{"messages": wrong}])[0]
 
@@ -154,11 +154,11 @@ def test_a_record_that_cannot_be_read_is_named():
 
 
 def test_a_worked_conversation_is_the_records_own_or_question_and_answer():
-    asked, said = ASKED, SAID
-    assert worked_messages({"question": "1+1?", "answer": 2}) == [asked, said]
-    assert worked_messages({"messages": [asked], "answer": "2"}) == [asked, said]
-    assert worked_messages({"messages": [asked, said]}) == [asked, said]
-    assert worked_messages({"worked": [asked, said, asked]}) == [asked, said, asked]
+    question, answer = QUESTION, ANSWER
+    assert worked_messages({"question": "1+1?", "answer": 2}) == [question, answer]
+    assert worked_messages({"messages": [question], "answer": "2"}) == [question, answer]
+    assert worked_messages({"messages": [question, answer]}) == [question, answer]
+    assert worked_messages({"worked": [question, answer, question]}) == [question, answer, question]
     with pytest.raises(DataError, match="nothing to imitate"):
         worked_messages({"question": "1+1?"})
 

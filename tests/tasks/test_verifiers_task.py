@@ -74,7 +74,7 @@ def played(task, records, *, members=2, saved=None, kept=None):
             SessionLimits(total_s=60, idle_s=60),
             judge=score_of,
         )
-        asked = [
+        requests = [
             (
                 f"g{n}",
                 replace(make_prompt(n, token_ids=()), columns=record),
@@ -82,11 +82,11 @@ def played(task, records, *, members=2, saved=None, kept=None):
             )
             for n, record in enumerate(records)
         ]
-        begun = begin_groups(sampler, programs, asked, limits)
+        begun = begin_groups(sampler, programs, requests, limits)
         done = await asyncio.gather(
             *(
                 play_group(sampler, prompt, group, label=label, limits=limits)
-                for (label, prompt, _), group in zip(asked, begun, strict=True)
+                for (label, prompt, _), group in zip(requests, begun, strict=True)
             )
         )
         if kept is not None:
@@ -118,9 +118,9 @@ def test_an_episode_has_the_samplers_own_tokens_and_the_environments_score():
                 episode.logprobs[episode.drawn], np.concatenate([d.logprobs for d in mine])
             )
             assert episode.starts == (0,)
-            asked = tokenizer.decode(episode.token_ids[: int(np.argmax(episode.drawn))])
+            prompt = tokenizer.decode(episode.token_ids[: int(np.argmax(episode.drawn))])
             record = task.records[3 + number]
-            assert record["question"] in asked and "Be brief." in asked
+            assert record["question"] in prompt and "Be brief." in prompt
             parts = episode.score.parts
             assert episode.score.reward == 2.0 * parts["share"]
             assert set(parts) == {"share", "letters"}
@@ -176,8 +176,8 @@ def test_each_seat_is_an_episode_with_its_own_reward(souths):
                 for index, seat in enumerate(seats)
             ]
             for episode, seat in zip(episodes, seats, strict=True):
-                asked = tokenizer.decode(episode.token_ids[: int(np.argmax(episode.drawn))])
-                assert f"You are {seat}." in asked and episode.num_turns == 1
+                prompt = tokenizer.decode(episode.token_ids[: int(np.argmax(episode.drawn))])
+                assert f"You are {seat}." in prompt and episode.num_turns == 1
                 (own,) = [
                     d for d in mine if np.array_equal(d.token_ids, episode.token_ids[episode.drawn])
                 ]
