@@ -1,7 +1,7 @@
 """A single reader of the sampler's progress for all calls that stream their answers.
 
-It reads only while a call waits, and rests four times as long as a reading takes, so as not to slow
-down a sampler with many long sequences. The rest is limited, because a reading may be slow due to
+It reads only while a call waits, and pauses four times as long as a reading takes, not to slow
+down a sampler with many long sequences. The pause is limited, because a reading may be slow due to
 the compilation of a program, and the answer should not end before the next reading.
 """
 
@@ -16,18 +16,18 @@ from jaxrl_async.types import Partial
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.02
+READ_EVERY_S = 0.02
 """Interval between two readings, seconds."""
-REST = 4
-"""Minimum rest between two readings, as a multiple of a reading's duration."""
-LONGEST_REST_S = 0.5
-"""Maximum rest between two readings, seconds."""
+PAUSE = 4
+"""Minimum pause between two readings, as a multiple of a reading's duration."""
+LONGEST_PAUSE_S = 0.5
+"""Maximum pause between two readings, seconds."""
 
 
 class ProgressWatch:
     """The tokens so far of the watched requests. Used on one event loop."""
 
-    def __init__(self, generate: Generate, *, every_s: float = LOOK_EVERY_S) -> None:
+    def __init__(self, generate: Generate, *, every_s: float = READ_EVERY_S) -> None:
         """Start no reading yet."""
         self._generate, self._every_s = generate, every_s
         self._waiting: dict[str, asyncio.Event] = {}  # by request
@@ -72,8 +72,8 @@ class ProgressWatch:
                     "the sampler does not report its progress, so streams are delayed: %s",
                     error,
                 )
-            rest = min(REST * (time.monotonic() - started), LONGEST_REST_S)
-            await asyncio.sleep(max(self._every_s, rest))
+            pause = min(PAUSE * (time.monotonic() - started), LONGEST_PAUSE_S)
+            await asyncio.sleep(max(self._every_s, pause))
 
     def _take(self, partials: Sequence[Partial]) -> None:
         for partial in partials:

@@ -344,15 +344,15 @@ class PolicySession:
                     "program use the address and key that it receives."
                 )
             score = self._rewards.score(self._trace.token_rewards(self._rewards.of_calls))
-            return replace(self._played(self._trace.stop, None), score=score)
+            return replace(self._assemble(self._trace.stop, None), score=score)
 
     def episode_of(self, player: str) -> Episode | None:
         """Return one player's contexts as an episode without a score; None: no sampled tokens."""
         with self._lock:
             stop = self._trace.stop_of(player)
-            return None if stop is None else self._played(stop, player)
+            return None if stop is None else self._assemble(stop, player)
 
-    def _played(self, stop: StopReason, player: str | None) -> Episode:
+    def _assemble(self, stop: StopReason, player: str | None) -> Episode:
         stop = StopReason.LENGTH if self.exhausted is not None else stop
         opened, messages = self._messages.of(player)
         return replace(self._trace.episode(stop, player), opened=opened, messages=messages)

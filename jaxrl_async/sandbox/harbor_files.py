@@ -23,7 +23,7 @@ COPIES = ("FROM", "WORKDIR", "COPY", "ENV")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarborTask:
-    """A task's folder and what it says."""
+    """A task's folder and its contents."""
 
     folder: Path
     name: str

@@ -52,9 +52,9 @@ OUT_OF_CONTEXT = (
 )  # fmt: skip
 """Harbor's errors of agents that are scored."""
 OF_THE_AGENT = ("NonZeroAgentExitCodeError", "AgentSafetyRefusalError", "AgentAuthenticationError")
-"""Harbor's errors of agents that are not scored, and which a second trial would not mend."""
+"""Harbor's errors of agents that are not scored, and which a second trial would repeat."""
 WITHOUT_MODEL = ("oracle", "nop")
-"""Harbor's agents that ask no model."""
+"""Harbor's agents that call no model."""
 START_S = 300.0
 """Maximum time for Harbor's package to be imported, seconds."""
 CHECK = "import harbor.trial.trial, importlib.metadata as m; print(m.version('harbor'))"

@@ -111,7 +111,7 @@ class Trials:
         self.running[pid] = (request["id"], file)
 
     def cancel(self, number: int) -> None:
-        """Ask a trial to end."""
+        """Terminate a trial."""
         for pid, (other, _) in self.running.items():
             if other == number:
                 self.killed_at.setdefault(pid, time.monotonic() + CANCEL_S)

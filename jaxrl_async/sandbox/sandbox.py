@@ -295,7 +295,7 @@ class SandboxPool:
 
     @contextmanager
     def one(self) -> Iterator[Sandbox]:
-        """Lend a sandbox as it is after its start. Raises Away, ConfigError."""
+        """Yield a sandbox as it is after its start. Raises Away, ConfigError."""
         with self._slots:
             with self._lock:
                 closed = self._closed

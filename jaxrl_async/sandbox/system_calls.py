@@ -46,7 +46,7 @@ CALL_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data, litt
 def seccomp_filter(machine: str = "") -> bytes:
     """Return the filter, an array of struct sock_filter; b"" on a machine that is not known.
 
-    machine: as platform.machine() says; "": this one.
+    machine: as platform.machine() returns it; "": this one.
     """
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:

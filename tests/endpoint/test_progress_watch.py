@@ -1,4 +1,4 @@
-"""How long the reader of a sampler's progress rests."""
+"""How long the reader of a sampler's progress pauses."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jaxrl_async.endpoint import progress_watch
-from jaxrl_async.endpoint.progress_watch import LONGEST_REST_S, ProgressWatch
+from jaxrl_async.endpoint.progress_watch import LONGEST_PAUSE_S, ProgressWatch
 
 
 class Sampler:
@@ -17,28 +17,28 @@ class Sampler:
 
     def progress(self) -> tuple[()]:
         self.readings += 1
-        time.sleep(LONGEST_REST_S if self.readings == 1 else 0)
+        time.sleep(LONGEST_PAUSE_S if self.readings == 1 else 0)
         return ()
 
 
 @pytest.mark.full
 def test_a_reading_that_waited_does_not_delay_the_next_by_more_than_the_limit(monkeypatch) -> None:
-    rests: list[float] = []
+    pauses: list[float] = []
     sleep = asyncio.sleep
 
     async def noted(seconds: float) -> None:
-        rests.append(seconds)
+        pauses.append(seconds)
         await sleep(0)
 
     async def read() -> None:
         watch = ProgressWatch(Sampler(), every_s=0.02)
         monkeypatch.setattr(progress_watch.asyncio, "sleep", noted)
         watch.add(["one"], asyncio.Event())
-        while len(rests) < 5:
+        while len(pauses) < 5:
             await sleep(0.01)
         watch.remove(["one"])
         await watch.close()
 
     asyncio.run(read())
-    assert rests[0] == LONGEST_REST_S
-    assert 0.02 <= min(rests[1:]) < LONGEST_REST_S
+    assert pauses[0] == LONGEST_PAUSE_S
+    assert 0.02 <= min(pauses[1:]) < LONGEST_PAUSE_S
