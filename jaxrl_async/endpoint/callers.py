@@ -28,7 +28,7 @@ Cut = Callable[[IntArray], int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallerAsk:
+class AnswerSpec:
     """One answer to sample."""
 
     token_ids: IntArray  # [prompt] int32
@@ -65,28 +65,28 @@ class Guest:
         self.terms, self.conversations, self._generate = terms, conversations, generate
         self.adapter = adapter
 
-    async def sample(self, ask: CallerAsk) -> Completion:
+    async def sample(self, spec: AnswerSpec) -> Completion:
         """Sample one answer. Cancelling frees its slot. Raises RolloutError and Closed.
 
         With a seed, the same tokens are sampled each time. Each answer of a call has separate
         random numbers: the request's key is (seed, index).
         """
         request = Request(
-            request_id=f"guest-{self._server}-{next(self._numbers)}/a{ask.index}",
-            token_ids=ask.token_ids,
-            max_new_tokens=ask.draft.max_new_tokens,
-            sampling=ask.draft.sampling,
-            stop_token_ids=ask.draft.stop_token_ids,
-            key=None if ask.options.seed is None else (ask.options.seed, ask.index),
+            request_id=f"guest-{self._server}-{next(self._numbers)}/a{spec.index}",
+            token_ids=spec.token_ids,
+            max_new_tokens=spec.draft.max_new_tokens,
+            sampling=spec.draft.sampling,
+            stop_token_ids=spec.draft.stop_token_ids,
+            key=None if spec.options.seed is None else (spec.options.seed, spec.index),
             priority=self.terms.priority,
-            extras=ask.draft.extras,
+            extras=spec.draft.extras,
             adapter=self.adapter,
             for_training=False,
-            shaping=ask.draft.shaping,
-            logprobs=ask.options.logprobs,
+            shaping=spec.draft.shaping,
+            logprobs=spec.options.logprobs,
         )
-        ask.began(request.request_id)
-        return await first_of(self._generate.submit_many([request])[0], ask.early)
+        spec.began(request.request_id)
+        return await first_of(self._generate.submit_many([request])[0], spec.early)
 
     def exhaust(self, limit: str, token_ids: IntArray) -> None:
         """Do nothing: a guest has no episode."""
@@ -120,25 +120,25 @@ class Member:
             takes_constraints=self.session.takes_constraints,
         )
 
-    async def sample(self, ask: CallerAsk) -> Completion:
+    async def sample(self, spec: AnswerSpec) -> Completion:
         """Sample one answer, as for a guest. The random numbers are the session's."""
-        limits, draft = self.session.limits, ask.draft
+        limits, draft = self.session.limits, spec.draft
         if not set(limits.stop_token_ids) <= set(draft.stop_token_ids):
             raise CallRefused(
                 "a session's answers end at the model's stop tokens", field="ignore_eos"
             )
-        named = sampling_of(ask.options, limits.sampling)
+        named = sampling_of(spec.options, limits.sampling)
         return await self.session.sample(
-            ask.token_ids,
+            spec.token_ids,
             max_new_tokens=draft.max_new_tokens,
             stop_token_ids=draft.stop_token_ids,
             sampling=None if named == limits.sampling else named,
-            seed=ask.options.seed,
-            shaping=ask.options.shaping,
-            logprobs=ask.options.logprobs,
-            cut=ask.cut,
-            early=ask.early,
-            began=ask.began,
+            seed=spec.options.seed,
+            shaping=spec.options.shaping,
+            logprobs=spec.options.logprobs,
+            cut=spec.cut,
+            early=spec.early,
+            began=spec.began,
             player=self._player,
         )
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxrl_async.endpoint.callers import Caller, CallerAsk
+from jaxrl_async.endpoint.callers import AnswerSpec, Caller
 from jaxrl_async.endpoint.http_errors import CallRefused
 from jaxrl_async.endpoint.progress_watch import ProgressWatch
 from jaxrl_async.endpoint.sampling_request import RequestDraft, SamplingOptions
@@ -132,8 +132,8 @@ class CallGeneration:
             for _ in range(options.count * len(prompts))
         ]
         self._event, self._watch = asyncio.Event(), watch
-        asks = [
-            CallerAsk(
+        specs = [
+            AnswerSpec(
                 token_ids=prompts[index // options.count],
                 draft=drafts[index // options.count],
                 options=options,
@@ -145,7 +145,7 @@ class CallGeneration:
             for index, choice in enumerate(self.choices)
         ]
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(caller.sample(ask)) for ask in asks]
+        self._tasks = [loop.create_task(caller.sample(spec)) for spec in specs]
         for task in self._tasks:
             task.add_done_callback(lambda _: self._event.set())
 

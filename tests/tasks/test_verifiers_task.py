@@ -237,7 +237,7 @@ def test_services_are_opened_once_renewed_and_closed(monkeypatch):
         services = module.EnvironmentServices(Env)
 
         async def one(wait_s):
-            async with services.entered() as env:
+            async with services.opened() as env:
                 await asyncio.sleep(wait_s)
                 return env
 
@@ -259,7 +259,7 @@ def test_services_that_cannot_be_opened_say_why():
             yield
 
     async def episode():
-        async with module.EnvironmentServices(Env).entered():
+        async with module.EnvironmentServices(Env).opened():
             pass
 
     with pytest.raises(RolloutError, match="no port is free"):
