@@ -92,8 +92,8 @@ class Scaler:
         if trainer is None or _has_ended(trainer):
             return None
         running = {
-            name for name, one in sets.items()
-            if one["metadata"].get("labels", {}).get(ROLE) == SAMPLER and not _has_ended(one)
+            name for name, item in sets.items()
+            if item["metadata"].get("labels", {}).get(ROLE) == SAMPLER and not _has_ended(item)
         }  # fmt: skip
         newest = step_of(self._metrics())
         if newest is None:
@@ -138,7 +138,7 @@ class Scaler:
         chosen = f"app.kubernetes.io/instance={self.values.name}"
         words = ["get", "jobset", "--namespace", self.values.namespace, "-l", chosen, "-o", "json"]
         sets = json.loads(self.kubectl(words, ""))["items"]
-        return {one["metadata"]["name"]: one for one in sets}
+        return {item["metadata"]["name"]: item for item in sets}
 
     def _metrics(self) -> str:
         services = f"/api/v1/namespaces/{self.values.namespace}/services"

@@ -41,9 +41,9 @@ class HostProcess:
 
     def free_port(self) -> int:
         """Return a port that is currently free."""
-        with socket.socket() as one:
-            one.bind(("", 0))
-            port: int = one.getsockname()[1]
+        with socket.socket() as sock:
+            sock.bind(("", 0))
+            port: int = sock.getsockname()[1]
             return port
 
     def start(self, task: HostTask) -> int:

@@ -72,7 +72,7 @@ def begin_copy(run: RunSection, target: CopyTarget, sign: str) -> None:
             log.warning("moved %s aside, to %s", target.address, target.move_aside())
         # first: the process may be killed here
         add_signs(Path(run.dir) / run.name / SIGNS, (sign,))
-        target.take(sign)
+        target.claim(sign)
     except ConfigError:
         raise
     except Exception as error:

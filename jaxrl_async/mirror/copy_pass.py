@@ -189,13 +189,13 @@ class FolderMirror:
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the files below a run's folder with relative names; symbolic links are skipped."""
-    for at, folders, files in os.walk(folder):
-        if Path(at) == folder:
+    for parent, folders, files in os.walk(folder):
+        if Path(parent) == folder:
             folders[:] = [name for name in folders if name not in EXCLUDED]
             files = [name for name in files if name not in EXCLUDED]
         folders[:] = [name for name in folders if not name.endswith(UNFINISHED)]
         for name in sorted(files):
-            path = Path(at) / name
+            path = Path(parent) / name
             if not path.is_symlink():
                 yield path.relative_to(folder).as_posix(), path
 

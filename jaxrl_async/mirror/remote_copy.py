@@ -79,7 +79,7 @@ class CopyTarget:
         content = self.read(OWNER)
         return None if content is None else str(json.loads(content)["sign"])
 
-    def take(self, sign: str) -> None:
+    def claim(self, sign: str) -> None:
         """Make the process with this sign the writer."""
         facts = {"sign": sign, "host": socket.gethostname(), "process": os.getpid()}
         self.system.makedirs(self.root, exist_ok=True)
@@ -125,7 +125,7 @@ def whole_checkpoints(names: Iterable[str]) -> dict[str, list[int]]:
         match = CHECKPOINT_FILE.fullmatch(name)
         if match is not None and match[3] == CHECKSUMS:
             steps.setdefault(match[1], []).append(int(match[2]))
-    return {folder: sorted(of, reverse=True) for folder, of in steps.items()}
+    return {folder: sorted(found, reverse=True) for folder, found in steps.items()}
 
 
 def unreachable(address: str, error: Exception) -> ConfigError:

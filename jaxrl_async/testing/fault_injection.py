@@ -327,7 +327,7 @@ def all_of(faults: Sequence[Fault]) -> Fault:
     """Inject several faults."""
 
     def fault(parts: Parts) -> None:
-        for one in faults:
-            one(parts)
+        for inner in faults:
+            inner(parts)
 
     return fault

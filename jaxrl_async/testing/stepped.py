@@ -189,14 +189,14 @@ class MemorySampler:
         """Implement ports.Generate."""
         return tuple(
             Partial(
-                request=one.request,
-                token_ids=np.arange(100, 100 + len(one.versions), dtype=np.int32),
-                logprobs=np.full(len(one.versions), LOGPROB, np.float32),
-                versions=np.array(one.versions, np.int32),
+                request=running.request,
+                token_ids=np.arange(100, 100 + len(running.versions), dtype=np.int32),
+                logprobs=np.full(len(running.versions), LOGPROB, np.float32),
+                versions=np.array(running.versions, np.int32),
                 seed=self.seed,
             )
-            for one in (*self.running, *self.waiting)
-            if one.versions and not one.future.done()
+            for running in (*self.running, *self.waiting)
+            if running.versions and not running.future.done()
         )
 
     def round(self) -> None:
@@ -209,13 +209,13 @@ class MemorySampler:
             self._weights.live(update.version)
         while self.waiting and len(self.running) < self.places:
             self.running.append(self.waiting.popleft())
-        for one in self.running:
-            left = one.length - len(one.versions)
-            one.versions += [self.version] * min(self._block, left)
+        for running in self.running:
+            left = running.length - len(running.versions)
+            running.versions += [self.version] * min(self._block, left)
         done = [r for r in self.running if len(r.versions) == r.length]
         self.running = [r for r in self.running if len(r.versions) < r.length]
-        for one in done:
-            one.future.set_result(_completion(one))
+        for running in done:
+            running.future.set_result(_completion(running))
 
     def fail(self, index: int, error: Exception) -> None:
         """Fail a running request."""
@@ -224,15 +224,15 @@ class MemorySampler:
             future.set_exception(error)
 
 
-def _completion(one: _Running) -> Completion:
+def _completion(running: _Running) -> Completion:
     """Return a completion; it ends with the first stop token if the request has one."""
-    stops, n = one.request.stop_token_ids, one.length
+    stops, n = running.request.stop_token_ids, running.length
     token_ids = np.arange(100, 100 + n, dtype=np.int32)
     token_ids[-1:] = stops[:1] or token_ids[-1:]
     return Completion(
-        request_id=one.request.request_id,
+        request_id=running.request.request_id,
         token_ids=token_ids,
         logprobs=np.full(n, LOGPROB, np.float32),
-        versions=np.array(one.versions, np.int32),
+        versions=np.array(running.versions, np.int32),
         stop=StopReason.EOS if stops else StopReason.LENGTH,
     )

@@ -189,7 +189,7 @@ class HostReshard:
         whole = self._pool.take(shard.shape, leaf.dtype)
         raw = raw_dtype(str(leaf.dtype))
         for part in shard.parts:
-            piece = np.asarray(leaf.addressable_data(part.index)).view(raw)
+            piece = np.asarray(leaf.addressable_data(part.shard)).view(raw)
             whole.view(raw)[part.target] = piece[part.source]
         return whole
 
@@ -197,7 +197,7 @@ class HostReshard:
 class _Part(NamedTuple):
     """The part of a target shard that one source shard has."""
 
-    index: int  # index of the source's shard in this process
+    shard: int  # index of the source's shard in this process
     source: Index  # within the source's shard
     target: Index  # within the target's
 

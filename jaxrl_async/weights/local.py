@@ -79,7 +79,7 @@ Shardings = Any
 
 
 class Push:
-    """A weights.link.Link: the compiled transfer of one tree of weights.
+    """A weights.delivery.Link: the compiled transfer of one tree of weights.
 
     On the trainer's thread it never blocks on computation and never uses the host.
 
@@ -114,8 +114,8 @@ class Push:
         copied = self._conversion.copied
         source_mesh, target_mesh = _mesh_of(source), _mesh_of(target)
         trainer, sampler = list(source_mesh.devices.flat), list(target_mesh.devices.flat)
-        here = {d for d in trainer if d.process_index == jax.process_index()}
-        self.crosses = set(sampler) not in (set(trainer), here)
+        local_devices = {d for d in trainer if d.process_index == jax.process_index()}
+        self.crosses = set(sampler) not in (set(trainer), local_devices)
         grows = len(sampler) > len(trainer)
         self._across: Shardings | None = None  # of the result of `move`; None: unchanged
         self._plan: _Plan | None = None  # of `move`, created on first use

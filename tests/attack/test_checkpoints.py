@@ -527,7 +527,7 @@ def test_the_next_save_says_that_the_folder_is_lost_and_makes_none(run, attack):
 def test_a_copy_is_not_emptied_because_the_folder_is_gone(run, tmp_path):
     place = open_target(f"file://{tmp_path}/copy", "run")
     mirror = FolderMirror(run.root, place, 2, "me")
-    place.take("me")
+    place.claim("me")
     made(run.checkpoints, 1)
     mirror.update()
     there = sorted(place.names())

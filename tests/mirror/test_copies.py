@@ -1,4 +1,4 @@
-"""Runs with a copy on a bucket: what is there at each moment, and what a run goes on with."""
+"""Runs with a copy on a bucket: its contents at each moment, and what a run continues from."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ def save(folder: Path, step: int, content: str = "") -> None:
 
 def mirror_of(run: RunSection, keep: int = 2) -> tuple[FolderMirror, CopyTarget]:
     target = open_target(ADDRESS, run.name)
-    target.take("me")
+    target.claim("me")
     return FolderMirror(folder_of(run), target, keep, "me"), target
 
 
@@ -182,7 +182,7 @@ def test_a_second_run_of_the_name_takes_the_copy_over(run, memory, tmp_path):
     save(folder_of(run), 1)
     first, target = mirror_of(run)
     first.update()
-    target.take("another")
+    target.claim("another")
     save(folder_of(run), 2)
     with pytest.raises(TakenOver, match="written by another process"):
         first.update()
@@ -230,7 +230,7 @@ def test_folders_that_know_nothing_of_each_other_are_not_mixed(run, memory):
         bring_back(run.model_copy(update={"resume": True}))
 
 
-def test_a_bucket_that_is_away_is_counted_and_said(run, memory, monkeypatch, caplog):
+def test_a_bucket_that_does_not_answer_is_counted_and_logged(run, memory, monkeypatch, caplog):
     monkeypatch.setattr(copy_thread, "END_TRIES", 2)
     monkeypatch.setattr(copy_thread, "backoff_s", lambda first, failures: 0.0)
     folder_of(run).mkdir()
@@ -302,7 +302,7 @@ TINY = (
 
 @pytest.mark.full
 @pytest.mark.exhaustive
-def test_a_killed_run_whose_folder_is_lost_goes_on_from_a_bucket(tmp_path):
+def test_a_killed_run_whose_folder_is_lost_continues_from_a_bucket(tmp_path):
     """Its weights are those of a run that was not disturbed, bit for bit."""
     (tmp_path / "reward.py").write_text(HELD)
     reward = f"reward.function={tmp_path / 'reward.py'}:many_digits"

@@ -70,7 +70,7 @@ def test_weights_come_one_step_at_a_time_and_once():
     assert weights.live_versions == [1]
 
 
-def test_a_made_group_carries_the_versions_it_is_told():
+def test_a_made_group_has_the_given_versions():
     group = make_group(Ticket(group=4, version=2), [2, 3], [5])
     assert (group.oldest_version, group.newest_version) == (2, 5)
     assert [e.num_drawn for e in group.episodes] == [2, 1]

@@ -20,9 +20,9 @@ def test_a_block_that_a_jax_array_has_taken_over_is_free_when_the_array_dies():
     pool = BufferPool()
     block = pool.take(SHAPE, np.float32)
     block[:] = 1
-    place = block.ctypes.data
+    address = block.ctypes.data
     array = jax.device_put(block)
-    assert array.unsafe_buffer_pointer() == place  # no copy: this is what makes it fast
+    assert array.unsafe_buffer_pointer() == address  # no copy: this is what makes it fast
     view = np.asarray(array)[3:]
     del block
     others = [pool.take(SHAPE, np.float32) for _ in range(3)]
@@ -40,13 +40,13 @@ def test_a_block_that_a_jax_array_has_taken_over_is_free_when_the_array_dies():
 @pytest.mark.exhaustive
 def test_the_same_memory_comes_again():
     pool = BufferPool()
-    places = set()
+    addresses = set()
     for _ in range(5):
         block = pool.take(SHAPE, np.float32)
-        places.add(block.ctypes.data)
+        addresses.add(block.ctypes.data)
         del block
         gc.collect()
-    assert len(places) == 1
+    assert len(addresses) == 1
 
 
 def test_donating_an_array_does_not_write_into_its_block():

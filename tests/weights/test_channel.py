@@ -1,4 +1,4 @@
-"""The channel: newest complete version, one under way, nobody left waiting."""
+"""The channel: newest complete version, one under way, no caller left waiting."""
 
 import threading
 

@@ -18,7 +18,7 @@ LIMIT_S = 60.0
 
 
 class Fleet:
-    """Samplers that draw on threads of their own, until they leave."""
+    """Samplers that generate on separate threads until they leave."""
 
     def __init__(self, side, seed):
         self.side, self.random = side, random.Random(seed)

@@ -1,4 +1,4 @@
-"""The push: right values in the right place, never through the host."""
+"""The push: right values on the right devices, never through the host."""
 
 from functools import partial
 from typing import Any

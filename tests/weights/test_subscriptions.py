@@ -52,7 +52,7 @@ def test_a_version_is_live_once_the_last_sampler_says_so():
     assert (live, channel.live_version) == ([1], 1)
 
 
-def test_a_version_is_live_only_up_to_the_lowest_that_a_sampler_draws_from():
+def test_a_version_is_live_only_up_to_the_lowest_that_a_sampler_uses():
     """The last report finds no sampler at the old version, and two different new ones."""
     channel = WeightChannel([SAME] * 2)
     first, second = channel.subscribe(), channel.subscribe()
@@ -115,7 +115,7 @@ def test_versions_must_rise():
         channel.publish(3, PARAMS)
 
 
-def test_a_changed_tree_is_refused_though_nobody_said_what_to_expect():
+def test_a_changed_tree_is_refused_without_an_expected_manifest():
     channel = WeightChannel([SAME])
     channel.publish(1, PARAMS)
     channel.subscribe().poll()
@@ -207,7 +207,7 @@ def test_integers_keep_their_type_when_weights_are_cast():
 
 
 @pytest.mark.parametrize("polled", [False, True])
-def test_who_replaces_a_sampler_gets_the_weights_that_it_had_taken_and_not_drawn_from(polled):
+def test_a_replacement_gets_the_weights_that_its_predecessor_took_and_did_not_use(polled):
     channel = WeightChannel([SAME, SAME])
     end, other = channel.subscribe(), channel.subscribe()
     channel.publish(1, PARAMS)
@@ -216,16 +216,16 @@ def test_who_replaces_a_sampler_gets_the_weights_that_it_had_taken_and_not_drawn
     end.leave()
     other.poll(wait=True)
     other.live(1)
-    assert channel.live_version == 1, "nobody waits for one that has left"
+    assert channel.live_version == 1, "no publish waits for one that has left"
     again = end.rejoin()
     update = again.poll(wait=True)
     assert update is not None and update.version == 1
     again.live(1)
     again.leave()
-    assert again.rejoin().poll(wait=True) is None, "those that it drew from it has already"
+    assert again.rejoin().poll(wait=True) is None, "it already has those that it used"
 
 
-def test_a_sampler_that_draws_from_older_weights_than_the_live_ones_does_not_enter():
+def test_a_sampler_with_weights_older_than_the_live_ones_does_not_enter():
     channel = WeightChannel([SAME], version=3)
     late, fresh = (
         ExchangeEntry(live_version=0, counts=False),

@@ -165,7 +165,7 @@ def test_where_the_second_try_fails_too_the_samplers_keep_what_they_have():
     assert channel.published_version == 0
 
 
-def test_nobody_waits_for_a_sampler_that_left_and_live_is_the_lowest_of_the_others():
+def test_no_publish_waits_for_a_sampler_that_left_and_live_is_the_lowest_of_the_others():
     live = []
     channel = WeightChannel([SAME] * 2, on_live=live.append)
     first, second = channel.subscribe(), channel.subscribe()
@@ -214,10 +214,10 @@ def test_weights_that_were_taken_and_not_live_are_there_again_for_the_next():
     assert again.poll(wait=True).version == 1
     again.live(1)
     again.leave()
-    assert again.rejoin().poll(wait=True) is None, "the newest are those that it drew from"
+    assert again.rejoin().poll(wait=True) is None, "the newest are those that it used"
 
 
-def test_a_publish_that_waited_for_a_hanging_sampler_goes_on_when_it_leaves():
+def test_a_publish_that_waited_for_a_hanging_sampler_returns_when_it_leaves():
     channel = WeightChannel([SAME])
     end = channel.subscribe()
     channel.publish(1, {"w": jnp.ones(2)})

@@ -45,7 +45,7 @@ NO_CHANGE = _Change()
 
 
 class OfferRelay:
-    """The leader's session with the trainer, as seen by its own source of weights (ports.Session).
+    """The leader's session with the trainer, as seen by its own source of weights.
     Offers are also sent to the followers, and the source's reports count as one process's."""
 
     def __init__(self, trainer: Session, followers: Sequence[Session]) -> None:
@@ -70,20 +70,20 @@ class OfferRelay:
             session.on(Torn, self._note_torn)
             session.on(Live, partial(self._note_live, number))
 
-    # ---- ports.Session, for the leader's source
+    # ---- Session, for the leader's source
 
     @property
     def peer(self) -> str:
-        """See ports.Session."""
+        """See Session."""
         return self._trainer.peer
 
     @property
     def ended(self) -> str | None:
-        """See ports.Session."""
+        """See Session."""
         return self._trainer.ended
 
     def send(self, message: object) -> None:
-        """See ports.Session; a report of the source counts as one process's report."""
+        """See Session; a report of the source counts as one process's report."""
         if isinstance(message, Staged):
             self._note_staged(LEADER, message)
         elif isinstance(message, Torn):
@@ -94,14 +94,14 @@ class OfferRelay:
             self._trainer.send(message)
 
     def send_now(self, message: object) -> bool:
-        """See ports.Session."""
+        """See Session."""
         if not isinstance(message, Staged | Torn | Live):
             return self._trainer.send_now(message)
         self.send(message)
         return True
 
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
-        """See ports.Session."""
+        """See Session."""
         if kind is Offer:
             self._offer[LEADER] = handler
             self._trainer.on(Offer, self._note_offer)
@@ -109,11 +109,11 @@ class OfferRelay:
             self._trainer.on(kind, handler)
 
     def on_end(self, callback: Callable[[str], None]) -> None:
-        """See ports.Session."""
+        """See Session."""
         self._trainer.on_end(callback)
 
     def end(self, reason: str) -> None:
-        """See ports.Session."""
+        """See Session."""
         self._trainer.end(reason)
 
     # ---- for JointWeights

@@ -351,13 +351,13 @@ class ReplicaServer:
             self._queue_leaving(reason, ())
             return
         with self._lock:
-            mine = [p for p in unfinished if p.request.request_id in self._held]
-            futures = [self._held.pop(p.request.request_id) for p in mine]
+            partials = [p for p in unfinished if p.request.request_id in self._held]
+            futures = [self._held.pop(p.request.request_id) for p in partials]
             done = list(self._held.values())  # their answers are about to be sent
         for future in futures:
             future.cancel()
         concurrent.futures.wait(done, STOP_S)
-        self._queue_leaving(reason, tuple(p for p in mine if len(p.token_ids)))
+        self._queue_leaving(reason, tuple(p for p in partials if len(p.token_ids)))
 
     def _queue_leaving(self, reason: str, partials: tuple[Partial, ...]) -> None:
         """Queue the final message; requests not answered by now are not answered."""

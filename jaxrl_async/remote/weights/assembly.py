@@ -140,9 +140,9 @@ class Assembly:
         with self._changed:
             for array, (_, shape, _) in enumerate(self._manifest.entries):
                 whole = volume(tuple((0, n) for n in shape))
-                here = sum(volume(part.box) for part in self._parts[array])
+                held = sum(volume(part.box) for part in self._parts[array])
                 total = sum(self._arrived[array].values()) % MODULUS
-                if here == whole and total != sums[array]:
+                if held == whole and total != sums[array]:
                     wrong.append(array)
         return wrong
 

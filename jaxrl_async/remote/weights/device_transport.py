@@ -58,9 +58,9 @@ def start_transfer_server(host: str) -> Any:
     """Start JAX's transfer server on a free port of an interface. Raises WeightsError."""
     try:
         module = importlib.import_module("jax.experimental.transfer")
-        at = str(Address(socket.gethostbyname(host), 0))
+        address = str(Address(socket.gethostbyname(host), 0))
         # without transport addresses the first pull crashes the process
-        return module.start_transfer_server(jax.local_devices()[0].client, at, [at])
+        return module.start_transfer_server(jax.local_devices()[0].client, address, [address])
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         raise WeightsError(
             f"jax.experimental.transfer cannot serve at {host}: {error}. Set remote.transfer=tcp"
@@ -86,7 +86,7 @@ class DevicePublisher:
     ) -> None:
         """Keep a version's shards, which must not change, until it is removed.
 
-        sums: their checksums (weights.checksum).
+        sums: their checksums (weights.manifest).
         shapes: of all whole arrays.
         """
         with self._lock:
@@ -252,8 +252,8 @@ def _compare(
         (data, [start for start, _ in piece.box], manifest.entries[piece.array][1])
         for piece, data in zip(pieces, arrays, strict=True)
     ]
-    here = PartSums(parts).read()
-    wrong = [p for p, a, b in zip(pieces, here, sent, strict=True) if a != b]
+    computed = PartSums(parts).read()
+    wrong = [p for p, a, b in zip(pieces, computed, sent, strict=True) if a != b]
     if wrong:
         raise WeightsError(
             f"{len(wrong)} of {len(pieces)} pieces arrived corrupted, first of "

@@ -51,9 +51,9 @@ class FolderFiles:
         self._paths: dict[int, Path] = {}
         self._withdrawn: list[tuple[float, Path]] = []
         try:
-            here = self._root / self._relative
-            here.mkdir(parents=True, exist_ok=True)
-            left = [path for path in here.iterdir() if path.is_file()]
+            own_folder = self._root / self._relative
+            own_folder.mkdir(parents=True, exist_ok=True)
+            left = [path for path in own_folder.iterdir() if path.is_file()]
             for path in left:
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -62,7 +62,7 @@ class FolderFiles:
                 "to and every sampler can read."
             ) from None
         if left:
-            log.warning("deleted %d files of earlier starts in %s", len(left), here)
+            log.warning("deleted %d files of earlier starts in %s", len(left), own_folder)
 
     def write(self, version: int, parts: Sequence[Part]) -> str:
         """Write a version's shards, then its index; return the path relative to the folder. Raises
@@ -176,11 +176,11 @@ def _problem(path: Path, size: int) -> str:
     """Return the problem with a file and its index; "": none."""
     try:
         index = json.loads(_index_of(path).read_text(encoding="utf-8"))
-        there = path.stat().st_size
+        actual = path.stat().st_size
     except (OSError, ValueError) as error:
         return f"incomplete or missing ({error})"
-    if not isinstance(index, dict) or index.get("size") != size or there != size:
-        return f"{there} bytes instead of {size}"
+    if not isinstance(index, dict) or index.get("size") != size or actual != size:
+        return f"{actual} bytes instead of {size}"
     return ""
 
 
@@ -189,8 +189,8 @@ def _read(
 ) -> np.ndarray:
     """Read a piece of a shard: in one request from its first to its last element."""
     shape = [stop - start for start, stop in shard]
-    at = inside(piece, shard)
-    bounds = [(s.start, s.stop - 1) for s in at[:-1]]
+    index = inside(piece, shard)
+    bounds = [(s.start, s.stop - 1) for s in index[:-1]]
     first = int(np.ravel_multi_index([n for n, _ in bounds], shape)) if bounds else 0
     last = int(np.ravel_multi_index([n for _, n in bounds], shape)) if bounds else 0
     span = np.empty(last - first + 1, dtype)
@@ -214,6 +214,6 @@ def _index_of(path: Path) -> Path:
 
 
 def _delete(path: Path) -> None:
-    for one in (_index_of(path), path):
+    for file in (_index_of(path), path):
         with contextlib.suppress(OSError):
-            one.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)

@@ -3,8 +3,8 @@
     sum over all words of word * (2 * position + 1), modulo 2^64
 
 A word is 8 bytes of a row (the last axis), padded with zeros at the row's end; `position` is its
-index in the array. As in weights.checksum, the parts of an array add up to the same number however
-it was cut, and a change or move of a single word is always detected. weights.checksum multiplies
+index in the array. As in weights.manifest, the parts of an array add up to the same number however
+it was cut, and a change or move of a single word is always detected. weights.manifest multiplies
 each element, which is fast on an accelerator but slow on a CPU. Here rows and columns are summed
 first:
 

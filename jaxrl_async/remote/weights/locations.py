@@ -27,7 +27,7 @@ class HeldShard:
 
     array: int  # number in the manifest
     box: Box
-    checksum: int  # host_sums.host_sum; with `on_devices` checksum.PartSums
+    checksum: int  # host_sums.host_sum; with `on_devices` manifest.PartSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Locations:
 
     @property
     def on_devices(self) -> bool:
-        """True if the checksums are by weights.checksum, of arrays on devices."""
+        """True if the checksums are by weights.manifest, of arrays on devices."""
         return all(holder.on_devices for holder in self.holders)
 
 

@@ -71,7 +71,7 @@ class WeightOutbox:
         """Create an outbox; its thread starts with the first publish.
 
         Args:
-            copy: makes a private copy in the trainer's shardings (conversion.PrivateCopy).
+            copy: makes a private copy in the trainer's shardings (weights.local.PrivateCopy).
             offering: the transport.
             section: fanout, transfer_timeout_s and wait_s.
             checksum: send the arrays' checksums, so samplers also compare the arrays on their

@@ -174,8 +174,8 @@ class PieceServer:
     def _forget(self, *connections: socket.socket) -> None:
         with self._lock:
             self._open.difference_update(connections)
-        for one in connections:
-            one.close()
+        for connection in connections:
+            connection.close()
 
     def _admit(self, raw: socket.socket, pending: PendingConnection) -> socket.socket:
         """Receive the greeting within FIRST_BYTES_S, and authenticate within GREETING_S. Raises

@@ -243,8 +243,8 @@ class SharedReader:
                     copied.append((piece, checksum))
 
         with ThreadPoolExecutor(COPIERS) as pool:
-            for one in [pool.submit(work) for _ in range(COPIERS)]:
-                one.result()
+            for future in [pool.submit(work) for _ in range(COPIERS)]:
+                future.result()
         if file.number != stored_number(version):
             raise WeightsError(f"{holder.shared}: version {version} was withdrawn in the meantime")
         for piece, checksum in copied:

@@ -162,7 +162,7 @@ def ask_to_publish(
     stopped: Callable[[], str],
 ) -> tuple[int, tuple[int, ...]]:
     """Ask a server to publish pieces for one pull from device to device; return its number, and
-    the pieces' checksums (weights.checksum). Raises PeerError."""
+    the pieces' checksums (weights.manifest). Raises PeerError."""
     with _dial(address, settings, stopped) as server:
         named = [
             PieceRequest(version=version, array=p.array, box=p.box, kind=NAME).encoded()
@@ -181,8 +181,8 @@ def ask_to_publish(
 def _dial(address: str, settings: PullSettings, stopped: Callable[[], str]) -> Iterator[PeerLink]:
     """Connect to a server while the body runs; its errors become PeerErrors with the address."""
     try:
-        at = parse_address(address)
-        with socket.create_connection((at.host, at.port), timeout=CONNECT_S) as raw:
+        parsed = parse_address(address)
+        with socket.create_connection((parsed.host, parsed.port), timeout=CONNECT_S) as raw:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
             raw.sendall(GREETING)

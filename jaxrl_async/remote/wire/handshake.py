@@ -53,13 +53,13 @@ def admit_sampler(secret: bytes) -> Generator[bytes, bytes, Hello]:
     The first yielded frame is empty. Raises JoinRefused with the reason to send to the sampler, and
     ValueError for bytes that no sampler sends.
     """
-    protocol, package, theirs = _read_open((yield b""))
+    protocol, package, peer_nonce = _read_open((yield b""))
     _check_versions(protocol, package)
-    mine = new_nonce()
-    received = _content((yield _open_frame(mine)), PROOF, PROOF_BYTES)
-    if not is_proof(received, proof(secret, PURPOSE, b"asks", theirs, mine)):
+    own_nonce = new_nonce()
+    received = _content((yield _open_frame(own_nonce)), PROOF, PROOF_BYTES)
+    if not is_proof(received, proof(secret, PURPOSE, b"asks", peer_nonce, own_nonce)):
         raise WrongSecret(WRONG_SECRET)
-    frame = yield PROOF + proof(secret, PURPOSE, b"answers", theirs, mine)
+    frame = yield PROOF + proof(secret, PURPOSE, b"answers", peer_nonce, own_nonce)
     hello = codec.loads(memoryview(_content(frame, HELLO, HELLO_BYTES)), (Hello,))
     if not isinstance(hello, Hello):
         raise ValueError("no Hello")
@@ -71,11 +71,11 @@ def admit_sampler(secret: bytes) -> Generator[bytes, bytes, Hello]:
 def ask_to_join(secret: bytes, hello: Hello) -> Generator[bytes, bytes, Welcome]:
     """Perform the sampler's part; return the Welcome. Raises JoinRefused with the trainer's reason,
     and ValueError for bytes that no trainer sends."""
-    mine = new_nonce()
-    _, _, theirs = _read_open(_check_refused((yield _open_frame(mine))))
-    answer = _check_refused((yield PROOF + proof(secret, PURPOSE, b"asks", mine, theirs)))
+    own_nonce = new_nonce()
+    _, _, peer_nonce = _read_open(_check_refused((yield _open_frame(own_nonce))))
+    answer = _check_refused((yield PROOF + proof(secret, PURPOSE, b"asks", own_nonce, peer_nonce)))
     received = _content(answer, PROOF, PROOF_BYTES)
-    if not is_proof(received, proof(secret, PURPOSE, b"answers", mine, theirs)):
+    if not is_proof(received, proof(secret, PURPOSE, b"answers", own_nonce, peer_nonce)):
         raise WrongSecret(WRONG_SECRET)
     frame = _check_refused((yield HELLO + codec.dumps(hello).tobytes()))
     welcome = codec.loads(memoryview(_content(frame, WELCOME, FRAME_BYTES)), (Welcome,))

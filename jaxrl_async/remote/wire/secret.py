@@ -110,13 +110,13 @@ def prove_secret(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_
     sends nothing in time, OSError for a broken connection.
     """
     until_s = time.monotonic() + timeout_s
-    mine = new_nonce()
+    own_nonce = new_nonce()
     sock.settimeout(timeout_s)
-    sock.sendall(mine)
-    theirs = receive_by(sock, NONCE_BYTES, until_s)
-    sock.sendall(proof(secret, purpose, b"asks", mine, theirs))
+    sock.sendall(own_nonce)
+    peer_nonce = receive_by(sock, NONCE_BYTES, until_s)
+    sock.sendall(proof(secret, purpose, b"asks", own_nonce, peer_nonce))
     received = receive_by(sock, PROOF_BYTES, until_s)
-    if not is_proof(received, proof(secret, purpose, b"answers", mine, theirs)):
+    if not is_proof(received, proof(secret, purpose, b"answers", own_nonce, peer_nonce)):
         raise WrongSecret(WRONG_SECRET)
     sock.settimeout(None)
 
@@ -127,14 +127,14 @@ def check_proof(sock: socket.socket, secret: bytes, *, purpose: bytes, timeout_s
     Raises as `prove_secret`; the caller must then close the socket.
     """
     until_s = time.monotonic() + timeout_s
-    mine = new_nonce()
+    own_nonce = new_nonce()
     sock.settimeout(timeout_s)
-    theirs = receive_by(sock, NONCE_BYTES, until_s)
-    sock.sendall(mine)
+    peer_nonce = receive_by(sock, NONCE_BYTES, until_s)
+    sock.sendall(own_nonce)
     received = receive_by(sock, PROOF_BYTES, until_s)
-    if not is_proof(received, proof(secret, purpose, b"asks", theirs, mine)):
+    if not is_proof(received, proof(secret, purpose, b"asks", peer_nonce, own_nonce)):
         raise WrongSecret(WRONG_SECRET)
-    sock.sendall(proof(secret, purpose, b"answers", theirs, mine))
+    sock.sendall(proof(secret, purpose, b"answers", peer_nonce, own_nonce))
     sock.settimeout(None)
 
 

@@ -55,7 +55,7 @@ class WireLimits:
 
 
 class WireSession:
-    """A ports.Session. Call `start` once; before that it only queues.
+    """A session_port.Session. Call `start` once; before that it only queues.
 
     Args:
         peer: name of the other side, for messages.
@@ -89,12 +89,12 @@ class WireSession:
 
     @property
     def peer(self) -> str:
-        """See ports.Session."""
+        """See Session."""
         return self._peer
 
     @property
     def ended(self) -> str | None:
-        """See ports.Session."""
+        """See Session."""
         return self._ended
 
     def start(self) -> None:
@@ -115,12 +115,12 @@ class WireSession:
     # ---- for its users
 
     def send(self, message: object) -> None:
-        """See ports.Session. Raises ConfigError for a message that is too large for the other
+        """See Session. Raises ConfigError for a message that is too large for the other
         side."""
         self._queue(message, wait=True)
 
     def send_now(self, message: object) -> bool:
-        """See ports.Session. Raises as `send` does."""
+        """See Session. Raises as `send` does."""
         return self._queue(message, wait=False)
 
     def _queue(self, message: object, *, wait: bool) -> bool:
@@ -146,7 +146,7 @@ class WireSession:
             return True
 
     def on(self, kind: type[WireMessage], handler: Callable[[WireMessage], None]) -> None:
-        """See ports.Session. Raises ValueError for a second handler of a kind."""
+        """See Session. Raises ValueError for a second handler of a kind."""
         if kind not in MESSAGES:
             raise ValueError(f"{kind.__name__} is not a message (remote.wire.messages)")
         with self._changed:
@@ -156,7 +156,7 @@ class WireSession:
             self._changed.notify_all()
 
     def on_end(self, callback: Callable[[str], None]) -> None:
-        """See ports.Session."""
+        """See Session."""
         with self._changed:
             if not self._end_reported:
                 self._callbacks.append(callback)
@@ -164,7 +164,7 @@ class WireSession:
         callback(self._ended or "")
 
     def end(self, reason: str) -> None:
-        """See ports.Session. Returns when the other side has received everything, or has received
+        """See Session. Returns when the other side has received everything, or has received
         nothing for silence_s."""
         self.begin_end(reason)
         self.wait_over()

@@ -1,5 +1,5 @@
 """Whole runs whose answers take longer than an update, so that requests are always under way: what
-is half drawn is neither lost nor drawn again when trainer or samplers go."""
+is half sampled is neither lost nor sampled again when trainer or samplers go."""
 
 import json
 import signal
@@ -58,12 +58,12 @@ def answers(folder: Path) -> list[Answer]:
 
 
 def until_midst(run: JoinedRun, version: int) -> None:
-    """Wait until an answer of this version is there: those after it are being drawn."""
+    """Wait until an answer of this version is there: those after it are being sampled."""
     run.until(lambda: any(a["versions"][-1:] == [version] for a in answers(run.folder)))
 
 
 def leave_in_midst(run: JoinedRun) -> None:
-    """Have samplers join and leave until one left with what it had drawn.
+    """Have samplers join and leave until one left with sampled tokens.
 
     Between two steps a sampler has nothing, so that not every one leaves in mid-answer.
     """
@@ -77,7 +77,7 @@ def leave_in_midst(run: JoinedRun) -> None:
         run.until(lambda left=number + 1: run.faults().get("samplers_left") == left)
         if run.faults().get("moved_requests"):
             return
-    raise AssertionError("ten samplers left, none with an answer half drawn")
+    raise AssertionError("ten samplers left, none with a half sampled answer")
 
 
 def cut_off_in_midst(run: JoinedRun, name: str) -> None:
@@ -95,7 +95,7 @@ def cut_off_in_midst(run: JoinedRun, name: str) -> None:
 
 
 def of_first(given: list[Answer], versions: int) -> list[tuple[Any, ...]]:
-    """Return the answers that the first versions drew, without their order."""
+    """Return the answers that the first versions sampled, without their order."""
     return sorted(
         (a["prompt"], a["tokens"], a["versions"])
         for a in given
@@ -104,7 +104,7 @@ def of_first(given: list[Answer], versions: int) -> list[tuple[Any, ...]]:
 
 
 def continues(answer: Answer, prompt: str, partial: Partial) -> bool:
-    """Return whether an answer begins with what was drawn, by the same weights, bit by bit."""
+    """Return whether an answer begins with the sampled tokens, by the same weights, bit by bit."""
     count = len(partial.token_ids)
     return (
         answer["prompt"] == prompt
@@ -115,14 +115,14 @@ def continues(answer: Answer, prompt: str, partial: Partial) -> bool:
 
 
 @pytest.mark.exhaustive
-def test_what_a_killed_trainer_saved_half_drawn_is_kept_by_another_number_of_samplers(
+def test_half_sampled_answers_of_a_killed_trainer_are_kept_by_another_number_of_samplers(
     tmp_path: Path,
 ) -> None:
     often = ("staleness.max_staleness=2", "checkpoint={every: 1, keep: 2}", "run.steps=9")
     with joined_run(tmp_path, *recording(tmp_path), *often) as run:
         run.train()
         run.sample("first")
-        # While the first update was compiled, all that the bound allows was drawn: steps 1 to 3.
+        # While the first update was compiled, all that the bound allows was sampled: steps 1 to 3.
         run.until(lambda: (run.run / "checkpoints" / "5" / "checksums.json").exists())
         run.kill("trainer")
         version, _, state = saved_rollouts(run.run)
@@ -132,7 +132,7 @@ def test_what_a_killed_trainer_saved_half_drawn_is_kept_by_another_number_of_sam
             for episode in group.episodes
             if episode.partial is not None and len(episode.partial.token_ids)
         ]
-        assert half and any(p.versions[0] < version for _, p in half), "older weights drew them"
+        assert half and any(p.versions[0] < version for _, p in half), "older weights sampled them"
         assert all(p.versions[-1] <= version for _, p in half)
         (tmp_path / "answers.jsonl").unlink()
         run.until_said("first", "waiting 600 s for it to come back")

@@ -1,4 +1,4 @@
-"""Whole runs whose samplers are processes of their own: joined, killed, sent away, come back."""
+"""Whole runs whose samplers are separate processes: joined, killed, removed, rejoined."""
 
 import re
 import signal
@@ -83,7 +83,7 @@ def test_a_killed_trainer_finds_its_samplers_again_and_more_of_them(tmp_path: Pa
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_is_left_alone_ends_saved_and_goes_on_with_another_sampler(
+def test_a_run_that_is_left_alone_ends_saved_and_continues_with_another_sampler(
     tmp_path: Path,
 ) -> None:
     with joined_run(tmp_path, *LONG, "run.steps=12", "checkpoint.every=100") as run:
@@ -92,9 +92,9 @@ def test_a_run_that_is_left_alone_ends_saved_and_goes_on_with_another_sampler(
         run.until_step(4)
         run.signal("first")
         assert run.code("first") == 75 and run.code("trainer") == 1
-        said = run.said("trainer")
-        assert "no sampler is available, and none joined within 20 s (remote.wait_s)" in said
-        assert "resume" in said and list((run.run / "checkpoints").glob("[0-9]*")), "it is saved"
+        output = run.said("trainer")
+        assert "no sampler is available, and none joined within 20 s (remote.wait_s)" in output
+        assert "resume" in output and list((run.run / "checkpoints").glob("[0-9]*")), "it is saved"
         saved = run.step
         run.train(*RESUME)
         run.sample("second")
@@ -103,7 +103,7 @@ def test_a_run_that_is_left_alone_ends_saved_and_goes_on_with_another_sampler(
 
 
 @pytest.mark.exhaustive
-def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> None:
+def test_mistakes_of_a_new_sampler_are_errors_and_harm_no_other(tmp_path: Path) -> None:
     with joined_run(tmp_path, *LONG, "run.steps=1000") as run:
         run.sample("early", "--wait", "0.5")
         assert run.code("early") == 69  # unavailable
@@ -121,8 +121,8 @@ def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> 
             ("nowhere", "no trainer let this sampler join within 0.5 s at 127.0.0.1:9"),
         ):
             assert run.code(name) in (1, 2, 69), name
-            said = run.said(name)
-            assert words in said and "Traceback" not in said, said
+            output = run.said(name)
+            assert words in output and "Traceback" not in output, output
         run.until_said("wide", "generating for run")
         run.until_step(run.step + 2)
         run.signal("trainer", signal.SIGTERM)
@@ -130,7 +130,7 @@ def test_what_a_newcomer_does_wrong_is_said_and_harms_nobody(tmp_path: Path) -> 
 
 
 @pytest.mark.exhaustive
-def test_one_that_was_started_again_takes_the_place_of_its_silent_predecessor(
+def test_a_restarted_sampler_replaces_its_unresponsive_predecessor(
     tmp_path: Path,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -84,7 +84,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         each.thread.join()
 
 
-def test_each_gets_its_place_its_name_and_the_secret_not_on_the_command_line(make: Make) -> None:
+def test_each_gets_a_placement_a_name_and_the_secret_not_on_the_command_line(
+    make: Make,
+) -> None:
     made = make('echo "$@"; echo "$CHIP $CACHE $JAXRL_ASYNC_SECRET"; exec sleep 60')
     until(lambda: all(made.output(i).count("\n") == 2 for i in range(2)))
     first, second = made.output(0).splitlines(), made.output(1).splitlines()

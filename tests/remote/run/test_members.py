@@ -1,4 +1,5 @@
-"""Who is taken in under which name, and how samplers are sent away: over real connections."""
+"""Which sampler is admitted under which name, and how samplers are asked to leave: over real
+connections."""
 
 import os
 import queue
@@ -56,7 +57,7 @@ def a_process(where: Members, silence_s: float = 20.0) -> Iterator["subprocess.P
         child.communicate()
 
 
-def said(child: "subprocess.Popen[str]") -> str:
+def next_line(child: "subprocess.Popen[str]") -> str:
     """Return its next line."""
     assert child.stdout is not None
     return child.stdout.readline().strip()
@@ -81,7 +82,7 @@ def test_a_name_is_taken_from_one_that_says_nothing_and_from_no_other(tmp_path: 
         members(tmp_path, f"remote.silence_s={silence_s}") as trainer,
         a_process(trainer, silence_s) as first,
     ):
-        assert said(first) == "joined addition"
+        assert next_line(first) == "joined addition"
         old = owner(trainer)
         assert old is not None
         with a_process(trainer, silence_s) as rival:
@@ -92,12 +93,12 @@ def test_a_name_is_taken_from_one_that_says_nothing_and_from_no_other(tmp_path: 
         old.on_end(ends.put)
         first.send_signal(signal.SIGSTOP)
         with a_process(trainer, silence_s) as again:
-            assert said(again) == "joined addition"
+            assert next_line(again) == "joined addition"
             assert ends.get(timeout=WAIT_S) == "another echo has joined in its place"
             new = owner(trainer)
             assert new is not None and new is not old
             first.send_signal(signal.SIGCONT)
-            assert said(first).startswith("ended "), "the one that wakes learns it"
+            assert next_line(first).startswith("ended "), "the one that wakes learns it"
             assert owner(trainer) is new and new.ended is None
 
 
@@ -107,12 +108,12 @@ def test_of_two_that_ask_for_the_name_of_one_that_is_lost_one_gets_it(tmp_path: 
         members(tmp_path, "remote.silence_s=4") as trainer,
         a_process(trainer, 4.0) as first,
     ):
-        assert said(first) == "joined addition"
+        assert next_line(first) == "joined addition"
         first.send_signal(signal.SIGSTOP)
         with a_process(trainer, 4.0) as one, a_process(trainer, 4.0) as other:
             eventually(lambda: one.poll() is not None or other.poll() is not None)
             lost, there = (one, other) if one.poll() is not None else (other, one)
-            assert lost.returncode == 1 and said(there) == "joined addition"
+            assert lost.returncode == 1 and next_line(there) == "joined addition"
             session = owner(trainer)
             assert session is not None and session.ended is None
 
@@ -139,12 +140,12 @@ def test_one_whose_connection_broke_joins_again_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_samplers_that_take_nothing_are_sent_away_within_one_limit(
+def test_samplers_that_receive_nothing_delay_the_end_by_one_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxrl_async.remote.run.members.LEAVE_S", 0.2)
     with members(tmp_path, "remote.silence_s=600") as trainer, a_process(trainer, 600) as child:
-        assert said(child) == "joined addition"
+        assert next_line(child) == "joined addition"
         child.send_signal(signal.SIGSTOP)
         closing = threading.Thread(target=trainer.close)
         closing.start()

@@ -39,12 +39,12 @@ def test_a_number_of_chips_that_no_process_can_have_is_refused():
         devices_of_sampler(mesh_of(1, 6, 1), "tpu", 0, cores=[0])
 
 
-def test_gpus_are_those_that_this_process_was_lent():
+def test_gpus_are_the_visible_ones():
     mesh = mesh_of(1, 1, 2)
     free = [devices_of_sampler(mesh, "gpu", i, cores=[0]).environment for i in (0, 1)]
     assert free == [{"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"}]
-    lent = devices_of_sampler(mesh, "gpu", 1, cores=[0], gpus=["4", "5", "GPU-8f"])
-    assert lent.environment == {"CUDA_VISIBLE_DEVICES": "GPU-8f"}
+    visible = devices_of_sampler(mesh, "gpu", 1, cores=[0], gpus=["4", "5", "GPU-8f"])
+    assert visible.environment == {"CUDA_VISIBLE_DEVICES": "GPU-8f"}
     with pytest.raises(MeshError, match="CUDA_VISIBLE_DEVICES has 2"):
         devices_of_sampler(mesh, "gpu", 1, cores=[0], gpus=["4", "5"])
 

@@ -58,7 +58,7 @@ def test_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (("127.0.0.1",), 2, "is not HOST:PORT"),
         (("::1:7077",), 2, "write an IPv6 address in brackets"),
@@ -68,12 +68,12 @@ def test_processes() -> None:
         (("/no/such/run", "--wait", "0.1"), 69, "join.json, which a trainer writes"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(
-    words: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]
+def test_an_error_is_one_line(
+    words: tuple[str, ...], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sample.main(["--join", *words]) == code
     error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error
+    assert message in error and "Traceback" not in error
 
 
 def test_a_sampler_has_a_port_of_its_own_only_if_it_is_given_one() -> None:

@@ -1,4 +1,4 @@
-"""Real processes: a trainer over two, a sampler over two; what they learn beside one process."""
+"""Real processes: a trainer over two, a sampler over two, compared with single processes."""
 
 import os
 import socket
@@ -51,8 +51,8 @@ def started(module: str, words: list[str], log: Path) -> "subprocess.Popen[bytes
 
 
 def trainer(folder: Path, name: str, *words: str) -> list[str]:
-    place = [f"run.dir={folder}", f"run.name={name}", many_digits(folder)]
-    return ["configs/addition.yaml", *TINY, *place, *words]
+    fixed = [f"run.dir={folder}", f"run.name={name}", many_digits(folder)]
+    return ["configs/addition.yaml", *TINY, *fixed, *words]
 
 
 def ended_well(processes: "list[tuple[subprocess.Popen[bytes], Path]]") -> None:
@@ -65,7 +65,7 @@ def ended_well(processes: "list[tuple[subprocess.Popen[bytes], Path]]") -> None:
             process.kill()
 
 
-def trained_weights(folder: Path, name: str) -> dict[str, np.ndarray]:
+def trained_params(folder: Path, name: str) -> dict[str, np.ndarray]:
     return load_file(folder / name / "policy" / "model.safetensors")
 
 
@@ -96,13 +96,13 @@ def test_a_trainer_over_two_processes_with_two_samplers_learns_the_same(alone):
     words = ("mesh.samplers_in=external", "mesh.trainer.fsdp=2", "remote.wait_s=120")
     processes = []
     for index in (0, 1):
-        place = (
+        distributed = (
             f"distributed.coordinator=127.0.0.1:{port}",
             "distributed.num_processes=2",
             f"distributed.process_id={index}",
         )
         log = alone / f"trainer{index}.log"
-        words_of = trainer(alone, "hosts", *words, *place)
+        words_of = trainer(alone, "hosts", *words, *distributed)
         processes.append((started("jaxrl_async.train", words_of, log), log))
     for index in (0, 1):
         log = alone / f"sampler{index}.log"
@@ -110,7 +110,7 @@ def test_a_trainer_over_two_processes_with_two_samplers_learns_the_same(alone):
         processes.append((started("jaxrl_async.sample", join, log), log))
     ended_well(processes)
     assert rewards(alone, "hosts") == rewards(alone, "alone")
-    one, two = trained_weights(alone, "alone"), trained_weights(alone, "hosts")
+    one, two = trained_params(alone, "alone"), trained_params(alone, "hosts")
     off = {name: np.abs(two[name] - weights) for name, weights in one.items()}
     # Sums in another order: Adam's step of a gradient near 0 is that of its rounding
     for name, by in off.items():
@@ -120,7 +120,7 @@ def test_a_trainer_over_two_processes_with_two_samplers_learns_the_same(alone):
 
 
 @pytest.mark.exhaustive
-def test_a_sampler_over_two_processes_draws_the_same(alone):
+def test_a_sampler_over_two_processes_samples_the_same(alone):
     words = ("mesh.samplers_in=external", "mesh.sampler.tensor=2", "remote.wait_s=120")
     log = alone / "trainer.log"
     processes = [(started("jaxrl_async.train", trainer(alone, "joined", *words), log), log)]
@@ -128,11 +128,11 @@ def test_a_sampler_over_two_processes_draws_the_same(alone):
     for index in (0, 1):
         log = alone / f"part{index}.log"
         join = ["--join", str(alone / "joined"), "--wait", "120", "--mesh", "tensor=2"]
-        place = ["--process", f"{index}/2", "--coordinator", f"127.0.0.1:{port}"]
-        processes.append((started("jaxrl_async.sample", [*join, *place], log), log))
+        options = ["--process", f"{index}/2", "--coordinator", f"127.0.0.1:{port}"]
+        processes.append((started("jaxrl_async.sample", [*join, *options], log), log))
     ended_well(processes)
     assert rewards(alone, "joined") == rewards(alone, "alone")
-    one, two = trained_weights(alone, "alone"), trained_weights(alone, "joined")
+    one, two = trained_params(alone, "alone"), trained_params(alone, "joined")
     for name, weights in one.items():
         np.testing.assert_allclose(two[name], weights, atol=1e-5, err_msg=name)
 
@@ -180,7 +180,7 @@ def test_a_reward_model_and_a_curriculum_go_on_in_a_trainer_over_two_processes(
         keys = [k for k in one if k.startswith(("reward/", "data/"))]
         assert {k: two[k] for k in keys} == pytest.approx({k: one[k] for k in keys}, abs=1e-5)
     assert {"reward/model", "reward/function", "data/difficulty_mean"} <= judged[-1].keys()
-    assert len({line["reward/model"] for line in judged[1:]}) == 4, "it judges each step anew"
+    assert len({line["reward/model"] for line in judged[1:]}) == 4, "it judges each step again"
     assert samples(tmp_path, "run") == samples(tmp_path, "alone")
 
 

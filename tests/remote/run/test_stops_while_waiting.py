@@ -1,4 +1,4 @@
-"""Runs that are told to stop while no sampler is there: they end at once, saved, as any other."""
+"""Runs that are stopped while no sampler is there: they end at once, saved, as any other."""
 
 import signal
 from pathlib import Path
@@ -25,14 +25,14 @@ def test_ctrl_c_before_any_sampler_has_come_ends_the_run_saved(tmp_path: Path) -
         run.until_said("trainer", "waiting for 1 samplers")
         run.signal("trainer", signal.SIGINT)
         assert run.code("trainer") == 0, run.said("trainer")[-3000:]
-        said = run.said("trainer")
-        assert "an evaluation is skipped" in said and "stopped early by SIGINT" in said
+        output = run.said("trainer")
+        assert "an evaluation is skipped" in output and "stopped early by SIGINT" in output
         assert saved_versions(run) == [0] and not run.problems()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 0)])
-def test_a_stop_is_heard_while_an_evaluation_has_lost_its_only_sampler(
+def test_a_stop_works_while_an_evaluation_has_lost_its_only_sampler(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     with joined_run(tmp_path, *SETTINGS, *EVALUATED, "run.steps=1") as run:
@@ -44,8 +44,8 @@ def test_a_stop_is_heard_while_an_evaluation_has_lost_its_only_sampler(
         assert not any("eval/reward" in x for x in run.lines()), "it was still evaluating"
         run.signal("trainer", number)
         assert run.code("trainer") == code, run.said("trainer")[-3000:]
-        said = run.said("trainer")
-        assert "an evaluation is skipped" in said and "not ended within" not in said
+        output = run.said("trainer")
+        assert "an evaluation is skipped" in output and "not ended within" not in output
         assert saved_versions(run) == [0] and not run.problems()
         run.train(*RESUME)
         run.sample("second")

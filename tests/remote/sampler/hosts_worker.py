@@ -1,7 +1,7 @@
 """A process of a sampler over two processes: hosts_worker.py COORDINATOR INDEX CASES FOLDER.
 
-Plays each case (JSON: a list of Case fields); the first process writes what was drawn, and the
-schedule, to FOLDER/NUMBER.json. What it draws is compared in test_hosts.py with one process.
+Plays each case (JSON: a list of Case fields); the first process writes what was sampled, and the
+schedule, to FOLDER/NUMBER.json. What it samples is compared in test_hosts.py with one process.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class Case:
     """What a sampler is made with, and how it ends."""
 
     devices: str = "all"  # or one: of each process
-    section: dict[str, Any] = field(default_factory=dict)  # wishes
+    section: dict[str, Any] = field(default_factory=dict)  # settings
     groups: int = 4
     plain: bool = False  # few lengths and one kind of sampling: few programs to compile
     endless: bool = False  # requests without end, until a process is killed
@@ -174,7 +174,7 @@ class Record(Unrecorded):
 
 
 def lead(case: Case, host: str, mesh: Mesh) -> dict[str, Any]:
-    """Lead the sampler through the case; return what was drawn."""
+    """Lead the sampler through the case; return what was sampled."""
     hub = FollowerHub(jax.process_count(), WELCOME, limits=LIMITS, listen="127.0.0.1:0")
     LeaderAddress.broadcast(hub, host, leads=True)
     followers = FollowerGroup(hub.wait_for_all(WAIT_S))
@@ -188,16 +188,16 @@ def lead(case: Case, host: str, mesh: Mesh) -> dict[str, Any]:
     live.offer(0)
     sampler = leading_sampler(setup, followers, joint.first(WAIT_S), joint)
     if case.endless:
-        draw_for_ever(sampler)
+        generate_without_end(sampler)
     with sampler:
-        drawn = drawn_in_traffic(sampler, case, live)
+        sampled = sampled_in_traffic(sampler, case, live)
         saved = [shown(c) for c in continued(sampler)]
         sampler.between_blocks(sampler.loop.batch.check_integrity)
         stats = sampler.stats()
     hub.close()
     pair.close()
     return {
-        "drawn": drawn,
+        "drawn": sampled,
         "saved": saved,
         "events": record.events,
         "live": live.versions,
@@ -219,7 +219,7 @@ WELCOME = Welcome(config={}, spec={}, mesh={}, seed=SEED, run="test")
 
 
 class Lives:
-    """The trainer's end: offers versions and hears which are live."""
+    """The trainer's end: offers versions and gets reports of the live ones."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -243,7 +243,7 @@ class Lives:
             self._changed.notify_all()
 
 
-def drawn_in_traffic(sampler: Sampler, case: Case, live: Lives) -> dict[str, Any]:
+def sampled_in_traffic(sampler: Sampler, case: Case, live: Lives) -> dict[str, Any]:
     """Groups come at random moments, some requests are cancelled, and the weights change twice."""
     rng, groups = random.Random(7), requests_of(case)
     futures: dict[str, Future[Completion]] = {}
@@ -266,7 +266,7 @@ def drawn_in_traffic(sampler: Sampler, case: Case, live: Lives) -> dict[str, Any
     return results
 
 
-def draw_for_ever(sampler: Sampler) -> None:
+def generate_without_end(sampler: Sampler) -> None:
     for number in itertools.count():
         sampler.generate(LONG)
         if number == 1:

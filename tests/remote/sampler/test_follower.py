@@ -39,9 +39,9 @@ CASE = Case(plain=True)
 
 
 class Two:
-    """A leader and a follower; `lost` is what each was told about the other's end."""
+    """A leader and a follower; `lost` has the reasons that each got for the other's end."""
 
-    def __init__(self, follower: Case = CASE, **wishes: Any) -> None:
+    def __init__(self, follower: Case = CASE, **options: Any) -> None:
         meshes = [mesh_of([device]) for device in jax.devices()[:2]]
         self.pair, at_trainer = session_pair(), session_pair()
         self.lost: list[str] = []
@@ -62,7 +62,7 @@ class Two:
             OfferedWeights(self.pair.sampler, meshes[1]),
             process=1,
             lost=self.note_lost,
-            **wishes,
+            **options,
         )
         self.lives.offer(0)
 
@@ -82,7 +82,7 @@ def test_a_follower_plays_what_the_leader_takes_in_until_it_is_dismissed():
         futures = sampler.start_many([r for group in requests_of(CASE) for r in group])
         two.lives.offer(1)
         futures[-1].cancel()
-        drawn = [f.result(WAIT_S) for f in futures[:-1]]
+        completions = [f.result(WAIT_S) for f in futures[:-1]]
         two.lives.wait(1)
         held = Held(sampler, 1)
         long = sampler.start_many(LONG)
@@ -90,7 +90,7 @@ def test_a_follower_plays_what_the_leader_takes_in_until_it_is_dismissed():
         resumed = sampler.resume([*partials])
         assert all(f.result(WAIT_S).token_ids.size < 30 for f in long)
     two.follower.result(WAIT_S)  # its batch was the leader's before each round
-    assert not two.lost and len(drawn) == 3 * CASE.groups - 1
+    assert not two.lost and len(completions) == 3 * CASE.groups - 1
     mesh = mesh_of(jax.devices()[:1])
     alone = Sampler((SPEC, params_of(1, mesh)), section=CASE.settings, mesh=mesh, seed=SEED)
     with alone:
@@ -131,10 +131,10 @@ def test_the_end_of_the_leader_ends_the_follower():
 
 
 def test_a_follower_that_must_go_asks_the_leader_to_leave():
-    told = threading.Event()
-    two = Two(must_leave=told)
+    must_leave = threading.Event()
+    two = Two(must_leave=must_leave)
     with two.begun() as sampler:
-        told.set()
+        must_leave.set()
         while not two.asked:
             sampler.generate(LONG[:1])
     two.follower.result(WAIT_S)

@@ -1,4 +1,4 @@
-"""One sampler over two real processes (gloo on the CPU) draws what one process does."""
+"""One sampler over two real processes (gloo on the CPU) samples what one process does."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def ended(processes: list[subprocess.Popen], timeout_s: float) -> list[tuple[int
 
 
 class Prescribed(Unrecorded):
-    """A Schedule that has what was recorded taken in at the same places."""
+    """A Schedule that has what was recorded taken in at the same blocks."""
 
     def __init__(self, events: list[dict[str, Any]]) -> None:
         self.events = deque(events)
@@ -91,7 +91,7 @@ class InOrder(FixedWeights):
 
 
 def alone(case: Case, found: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """What one process draws on a mesh of the same shape, taking in the same between the same
+    """What one process samples on a mesh of the same shape, taking in the same between the same
     blocks; and the answers to LONG, never stopped."""
     mesh = mesh_of(jax.devices()[: 4 if case.devices == "all" else 2])
     swaps = [e["version"] for e in found["events"] if e["version"] is not None]
@@ -115,22 +115,22 @@ def alone(case: Case, found: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]
             futures[request.request_id] = future
             if request.request_id in cancelled:
                 future.cancel()
-        drawn = {
+        sampled = {
             name: None if name in cancelled else hosts_worker.shown(future.result(WAIT_S))
             for name, future in futures.items()
         }
     last = params_of(swaps[-1], mesh)
     with Sampler((SPEC, last), section=case.settings, mesh=mesh, seed=SEED) as sampler:
-        return drawn, [hosts_worker.shown(c) for c in sampler.generate(LONG)]
+        return sampled, [hosts_worker.shown(c) for c in sampler.generate(LONG)]
 
 
 def check(folder: Path, number: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """Compare what two processes drew in a case with one process; return what they drew."""
+    """Compare what two processes sampled in a case with one process; return it."""
     case, found = Case(**fields), json.loads((folder / f"{number}.json").read_text())
-    drawn, long = alone(case, found)
+    sampled, long = alone(case, found)
     assert found["live"] == [*range(1 + case.groups // 2)]
     assert 0 < found["probe_error"] < PROBE.tolerance
-    for name, expected in drawn.items():
+    for name, expected in sampled.items():
         got = found["drawn"][name]
         assert expected is not None or got is None, f"{name} was cancelled"
         if got is not None:
@@ -153,7 +153,7 @@ def play(folder: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.exhaustive
-def test_requests_cancellations_and_swaps_give_what_one_process_draws(tmp_path):
+def test_requests_cancellations_and_swaps_give_what_one_process_samples(tmp_path):
     """A device of each process."""
     (found,) = play(tmp_path, {"devices": "one", "plain": True})
     versions = [got[2] for got in found["drawn"].values() if got is not None]
@@ -176,10 +176,10 @@ def test_all_that_a_sampler_does_is_the_same_over_two_processes(tmp_path):
 @pytest.mark.parametrize("killed", [0, 1])
 def test_when_a_process_is_killed_the_others_end_and_say_why(tmp_path, killed):
     processes = start(tmp_path, {"devices": "one", "plain": True, "endless": True})
-    said: list[str] = []
-    while "under way" not in "".join(said[-1:]):
-        said.append(processes[0].stdout.readline())
-        assert said[-1], "".join(said)
+    lines: list[str] = []
+    while "under way" not in "".join(lines[-1:]):
+        lines.append(processes[0].stdout.readline())
+        assert lines[-1], "".join(lines)
     processes[killed].kill()
     code, output = ended(processes, timeout_s=20)[1 - killed]
     assert code != 0

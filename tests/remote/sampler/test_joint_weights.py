@@ -46,7 +46,7 @@ def line() -> tuple[End, End]:
 
 
 class Source(FixedWeights):
-    """Fetches as remote.weights.receiver does: one version beside the live one, and an offer ends
+    """Fetches as remote.weights.receiver does: one version besides the live one, and an offer ends
     the fetching of an older one."""
 
     def __init__(self, session: Any) -> None:
@@ -109,7 +109,7 @@ class World:
         self.ends = [self.trainer, at_leader, *(end for both in lines for end in both)]
         self.to_followers = [a for a, _ in lines]
         self.orders: list[deque[int]] = [deque() for _ in lines]
-        self.drawn: list[list[int]] = [[] for _ in self.sources]  # versions, by process
+        self.used: list[list[int]] = [[] for _ in self.sources]  # versions, by process
         self.newest, self.failures, self.lives = -1, 0, []
         for number, (_, b) in enumerate(lines, start=1):
             forget = self.sources[number]
@@ -146,13 +146,13 @@ class World:
         assert update is not None
         for end in self.to_followers:
             end.send(JointRound(version=update.version))
-        self.drawn[0].append(update.version)
+        self.used[0].append(update.version)
         self.joint.live(update.version)
 
     def follower_takes(self, number: int) -> None:
         source, version = self.sources[1 + number], self.orders[number].popleft()
         update = take_version(source, version)
-        self.drawn[1 + number].append(update.version)
+        self.used[1 + number].append(update.version)
         source.live(version)
 
     def run(self, most: int = 3000) -> None:
@@ -173,7 +173,7 @@ class World:
     gaps=st.lists(st.integers(0, 25), min_size=1, max_size=6),
     failures=st.integers(0, 4),
 )
-@example(followers=2, seed=372, gaps=[15, 0], failures=2)  # "torn" is heard after all have it
+@example(followers=2, seed=372, gaps=[15, 0], failures=2)  # "torn" arrives after all have it
 def test_fuzz_all_processes_take_the_same_versions_and_the_newest_at_last(
     followers, seed, gaps, failures
 ):
@@ -185,11 +185,11 @@ def test_fuzz_all_processes_take_the_same_versions_and_the_newest_at_last(
             if can := world.steps():
                 world.random.choice(can)()
         if world.random.random() < 0.2:
-            world.offer(version)  # anew, though nothing went wrong
+            world.offer(version)  # again, though nothing went wrong
     world.run()
-    assert world.drawn == [world.drawn[0]] * (1 + followers)
-    assert world.drawn[0] == sorted(set(world.drawn[0])) and world.drawn[0][-1] == len(gaps) - 1
-    assert world.lives == world.drawn[0], "the trainer hears of each once"
+    assert world.used == [world.used[0]] * (1 + followers)
+    assert world.used[0] == sorted(set(world.used[0])) and world.used[0][-1] == len(gaps) - 1
+    assert world.lives == world.used[0], "the trainer hears of each once"
 
 
 def test_a_follower_that_has_other_weights_than_the_leader_takes_says_so():

@@ -31,7 +31,7 @@ from jaxrl_async.sampler.request_checks import RequestCheck, Room
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.types import Completion, LogprobRequest, Partial, PositionLogprobs, StopReason
 
-PLACES, NEWEST = 2, 5
+CAPACITY, NEWEST = 2, 5
 
 
 class Played:
@@ -43,7 +43,7 @@ class Played:
         self.replica = RemoteReplica(
             self.pair.trainer,
             check,
-            places=PLACES,
+            places=CAPACITY,
             newest=lambda: NEWEST,
             count=self.faults.add,
         )
@@ -59,8 +59,8 @@ class Played:
     def say(self, message: object) -> None:
         self.pair.sampler.send(message)
 
-    def answer(self, wish, **changes: object) -> None:
-        self.say(Answers(completions=(completion(wish, **changes),)))
+    def answer(self, req, **changes: object) -> None:
+        self.say(Answers(completions=(completion(req, **changes),)))
 
 
 @pytest.fixture
@@ -71,15 +71,15 @@ def played():
     played.pair.close()
 
 
-def wished(number: int, **changes: object):
+def a_request(number: int, **changes: object):
     base = {"max_new_tokens": 4, "stop_token_ids": (), "token_ids": np.arange(3, dtype=np.int32)}
     return request(number, **{**base, **changes})
 
 
-def completion(wish, **changes: object) -> Completion:
-    tokens = changes.get("token_ids", np.arange(10, 10 + wish.max_new_tokens, dtype=np.int32))
+def completion(req, **changes: object) -> Completion:
+    tokens = changes.get("token_ids", np.arange(10, 10 + req.max_new_tokens, dtype=np.int32))
     base = {
-        "request_id": wish.request_id,
+        "request_id": req.request_id,
         "token_ids": tokens,
         "logprobs": np.full(len(tokens), -1.0, np.float32),
         "versions": np.full(len(tokens), 3, np.int32),
@@ -88,10 +88,10 @@ def completion(wish, **changes: object) -> Completion:
     return Completion(**{**base, **changes})
 
 
-def partial_of(wish, count: int = 2, **changes: object) -> Partial:
-    done = completion(wish)
+def partial_of(req, count: int = 2, **changes: object) -> Partial:
+    done = completion(req)
     base = {
-        "request": wish,
+        "request": req,
         "token_ids": done.token_ids[:count],
         "logprobs": done.logprobs[:count],
         "versions": done.versions[:count],
@@ -101,8 +101,8 @@ def partial_of(wish, count: int = 2, **changes: object) -> Partial:
 
 
 def test_requests_go_together_and_come_back_under_their_own_ids(played):
-    wishes = [wished(1), wished(1), wished(2)]
-    futures = played.replica.start_many(wishes)
+    requests = [a_request(1), a_request(1), a_request(2)]
+    futures = played.replica.start_many(requests)
     until(lambda: len(played.started) == 3)
     assert len(played.got[Start]) == 1, "one message for all"
     assert len({r.request_id for r in played.started}) == 3, "though two have one id"
@@ -115,25 +115,25 @@ def test_requests_go_together_and_come_back_under_their_own_ids(played):
 
 
 def test_no_more_is_sent_than_the_sampler_has_room_for(played):
-    futures = played.replica.start_many([wished(i) for i in range(10)])
-    room = SENT_FACTOR * PLACES
+    futures = played.replica.start_many([a_request(i) for i in range(10)])
+    room = SENT_FACTOR * CAPACITY
     until(lambda: len(played.started) == room)
     futures[-1].cancel()
-    for wish in played.started[:2]:
-        played.answer(wish)
+    for req in played.started[:2]:
+        played.answer(req)
     until(lambda: len(played.started) == room + 2)
-    played.say(Beat(stats={"blocks": 7, "busy_s": 1.5}, places=4 * PLACES))
-    until(lambda: played.replica.capacity == 4 * PLACES)
+    played.say(Beat(stats={"blocks": 7, "busy_s": 1.5}, places=4 * CAPACITY))
+    until(lambda: played.replica.capacity == 4 * CAPACITY)
     assert played.replica.stats().blocks == 7 and played.replica.stats().busy_s == 1.5
     played.answer(played.started[2])
     until(lambda: len(played.started) == 9)
-    sent = [wish.request_id.partition("#")[0] for wish in played.started]
+    sent = [req.request_id.partition("#")[0] for req in played.started]
     assert sent == [f"g{i}/m0/t0" for i in range(9)], "a cancelled one is not sent at all"
     assert not played.got[Cancel]
 
 
-def test_who_gives_up_is_told_to_the_sampler_once_and_a_late_answer_is_no_fault(played):
-    futures = played.replica.start_many([wished(i) for i in range(3)])
+def test_a_cancellation_is_sent_once_and_a_late_answer_is_no_fault(played):
+    futures = played.replica.start_many([a_request(i) for i in range(3)])
     until(lambda: len(played.started) == 3)
     for future in futures[:2]:
         future.cancel()
@@ -160,10 +160,10 @@ WRONG = {
     "float64": {"logprobs": np.zeros(4)},
     "more versions": {"versions": np.zeros(5, np.int32)},
     "falling versions": {"versions": np.array([3, 3, 2, 3], np.int32)},
-    "a version that nobody has": {"versions": np.array([3, 3, 3, NEWEST + 1], np.int32)},
+    "a version that no sampler has": {"versions": np.array([3, 3, 3, NEWEST + 1], np.int32)},
     "negative versions": {"versions": np.array([-1, 3, 3, 3], np.int32)},
     "no stop token": {"stop": StopReason.EOS},
-    "nobody stopped it": {"stop": StopReason.CANCELLED},
+    "it was not stopped": {"stop": StopReason.CANCELLED},
     "no reason": {"stop": "length"},
     "time": {"latency_s": float("nan")},
     "extras": {"full_logprobs": np.zeros(3, np.float32)},
@@ -183,8 +183,8 @@ def refused(played, future) -> None:
 
 @pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG)
 def test_what_cannot_be_true_ends_the_session_and_nothing_of_it_counts(played, changes):
-    wishes = [wished(1), wished(2)]
-    futures = played.replica.start_many(wishes)
+    requests = [a_request(1), a_request(2)]
+    futures = played.replica.start_many(requests)
     until(lambda: len(played.started) == 2)
     good, bad = played.started
     both = (completion(good), completion(bad, **changes))
@@ -192,7 +192,7 @@ def test_what_cannot_be_true_ends_the_session_and_nothing_of_it_counts(played, c
     for future in futures:
         refused(played, future)
     with pytest.raises(Disconnected):
-        played.replica.start_many(wishes)
+        played.replica.start_many(requests)
     until(lambda: played.pair.sampler.ended is not None)
     assert played.replica.blamed == {"g1/m0/t0", "g2/m0/t0"}
 
@@ -222,12 +222,12 @@ def scores(tokens: int = 4, **changes) -> PositionLogprobs:
     ],
     ids=["good", "none", "short", "future", "unknown", "wide", "positive"],
 )
-def test_log_probs_of_a_prompt_arrive_and_are_what_was_wished(played, found, good):
-    wish = LogprobRequest(prompt=True, top=2, ids=(5,))
-    asked = wished(1, token_ids=np.arange(4, dtype=np.int32), max_new_tokens=0, logprobs=wish)
-    future = played.replica.start_many([asked])[0]
+def test_log_probs_of_a_prompt_arrive_as_requested(played, found, good):
+    logprobs = LogprobRequest(prompt=True, top=2, ids=(5,))
+    req = a_request(1, token_ids=np.arange(4, dtype=np.int32), max_new_tokens=0, logprobs=logprobs)
+    future = played.replica.start_many([req])[0]
     until(lambda: played.started)
-    assert played.started[0].logprobs == wish
+    assert played.started[0].logprobs == logprobs
     nothing = {
         "token_ids": np.zeros(0, np.int32),
         "logprobs": np.zeros(0, np.float32),
@@ -254,7 +254,7 @@ def test_log_probs_of_a_prompt_arrive_and_are_what_was_wished(played, found, goo
     ],
 )
 def test_an_answer_ends_at_its_first_stop_token(played, stop_ids, tokens, stop, good):
-    future = played.replica.start_many([wished(1, stop_token_ids=stop_ids)])[0]
+    future = played.replica.start_many([a_request(1, stop_token_ids=stop_ids)])[0]
     until(lambda: played.started)
     played.answer(played.started[0], token_ids=np.array(tokens, np.int32), stop=stop)
     assert (future.exception(5) is None) is good
@@ -264,7 +264,7 @@ def test_an_answer_ends_at_its_first_stop_token(played, stop_ids, tokens, stop, 
     "message",
     [
         Answers(completions="abc"),
-        Answers(completions=(wished(1),)),
+        Answers(completions=(a_request(1),)),
         Answers(failures=(3,)),
         Beat(stats={"blocks": float("inf")}, places=1),
         Beat(stats={"blocks": -1}, places=1),
@@ -275,14 +275,14 @@ def test_an_answer_ends_at_its_first_stop_token(played, stop_ids, tokens, stop, 
     ],
 )
 def test_no_message_is_too_strange_to_be_refused(played, message):
-    future = played.replica.start_many([wished(1)])[0]
+    future = played.replica.start_many([a_request(1)])[0]
     until(lambda: played.started)
     played.say(message)
     refused(played, future)
 
 
 def test_a_request_answered_twice_ends_the_session(played):
-    futures = played.replica.start_many([wished(1), wished(2)])
+    futures = played.replica.start_many([a_request(1), a_request(2)])
     until(lambda: len(played.started) == 2)
     played.answer(played.started[0])
     assert futures[0].result(5)
@@ -292,13 +292,13 @@ def test_a_request_answered_twice_ends_the_session(played):
 
 
 def test_what_a_leaving_sampler_hands_back_is_there_before_the_futures_fail(played):
-    futures = played.replica.start_many([wished(i) for i in range(8)])
+    futures = played.replica.start_many([a_request(i) for i in range(8)])
     until(lambda: len(played.started) == 6)
     seen = []
     futures[0].add_done_callback(lambda f: seen.append(played.replica.departure))
-    drawn = tuple(partial_of(r, i) for i, r in enumerate(played.started[:3]))
+    partials = tuple(partial_of(r, i) for i, r in enumerate(played.started[:3]))
     played.answer(played.started[5])
-    played.say(Leaving(reason="preempted", partials=drawn))
+    played.say(Leaving(reason="preempted", partials=partials))
     for future in futures[:5] + futures[6:]:
         with pytest.raises(Disconnected, match="has left: preempted"):
             future.result(5)
@@ -323,7 +323,7 @@ def test_what_a_leaving_sampler_hands_back_is_there_before_the_futures_fail(play
     ],
 )
 def test_what_is_handed_back_is_checked(played, changes):
-    future = played.replica.start_many([wished(1)])[0]
+    future = played.replica.start_many([a_request(1)])[0]
     until(lambda: played.started)
     played.say(Leaving(reason="", partials=(partial_of(played.started[0], **changes),)))
     with pytest.raises(Disconnected, match="is invalid"):
@@ -332,7 +332,7 @@ def test_what_is_handed_back_is_checked(played, changes):
 
 
 def test_a_handed_back_request_with_a_nan_begins_again(played):
-    future = played.replica.start_many([wished(1)])[0]
+    future = played.replica.start_many([a_request(1)])[0]
     until(lambda: played.started)
     nan = partial_of(played.started[0], logprobs=np.array([-1, np.nan], np.float32))
     played.say(Leaving(reason="preempted", partials=(nan,)))
@@ -342,7 +342,7 @@ def test_a_handed_back_request_with_a_nan_begins_again(played):
 
 
 def test_a_dying_sampler_says_what_it_had_on_its_device(played):
-    future = played.replica.start_many([wished(1), wished(2)])[0]
+    future = played.replica.start_many([a_request(1), a_request(2)])[0]
     until(lambda: len(played.started) == 2)
     played.say(Died(error="XlaError: boom", blamed=(played.started[1].request_id, "who?")))
     with pytest.raises(RolloutError, match="sampler-0 died: XlaError: boom"):
@@ -352,7 +352,7 @@ def test_a_dying_sampler_says_what_it_had_on_its_device(played):
 
 
 def test_of_a_lost_sampler_the_first_requests_may_have_been_on_the_device(played):
-    future = played.replica.start_many([wished(i) for i in range(4)])[0]
+    future = played.replica.start_many([a_request(i) for i in range(4)])[0]
     until(lambda: len(played.started) == 4)
     played.pair.line.cut()
     with pytest.raises(Disconnected, match="the line was cut"):
@@ -379,34 +379,34 @@ def on_thread(work):
 
 
 def test_progress_is_what_runs_there_and_what_waits_here(played, monkeypatch):
-    begun = [partial_of(wished(8), 1), partial_of(wished(9), 1)]
-    played.replica.start_many([*[wished(i) for i in range(6)], begun[0]])
+    begun = [partial_of(a_request(8), 1), partial_of(a_request(9), 1)]
+    played.replica.start_many([*[a_request(i) for i in range(6)], begun[0]])
     until(lambda: len(played.started) == 6)
     progress = on_thread(played.replica.progress)
     ask = asked(played)
     assert ask.request_id is None
-    drawn = (partial_of(played.started[1]), partial_of(played.started[0]))
+    partials = (partial_of(played.started[1]), partial_of(played.started[0]))
     played.answer(played.started[0])  # it ended meanwhile
-    played.say(RemoteReply(number=ask.number, partials=drawn))
+    played.say(RemoteReply(number=ask.number, partials=partials))
     assert [p.request.request_id for p in progress()] == ["g8/m0/t0", "g1/m0/t0"]
     monkeypatch.setattr(remote_replica, "PROGRESS_WAIT_S", 0.01)
     last = [p.request.request_id for p in played.replica.progress()]
-    assert last == ["g8/m0/t0", "g1/m0/t0"], "what a silent one said last"
-    played.say(RemoteReply(number=10**6, partials=()))  # to a question of nobody
+    assert last == ["g8/m0/t0", "g1/m0/t0"], "the last report of an unresponsive sampler"
+    played.say(RemoteReply(number=10**6, partials=()))  # to no question
     played.say(RemoteReply(number=asked(played, 2).number, error="too late"))
     assert played.replica.error is None
 
 
 def test_a_saved_request_is_there_though_it_was_stopped(played):
-    future = played.replica.start_many([wished(1)])[0]
+    future = played.replica.start_many([a_request(1)])[0]
     until(lambda: played.started)
     save = on_thread(lambda: played.replica.save("g1/m0/t0", stop=True))
     ask = asked(played)
-    (wish,) = played.started
-    assert ask.stop and ask.request_id == wish.request_id
-    half = completion(wish, token_ids=LONG[:2], stop=StopReason.CANCELLED)
+    (req,) = played.started
+    assert ask.stop and ask.request_id == req.request_id
+    half = completion(req, token_ids=LONG[:2], stop=StopReason.CANCELLED)
     played.say(Answers(completions=(half,)))
-    played.say(RemoteReply(number=ask.number, partials=(partial_of(wish),)))
+    played.say(RemoteReply(number=ask.number, partials=(partial_of(req),)))
     saved = save()
     assert saved.request.request_id == "g1/m0/t0" and len(saved.token_ids) == 2
     assert future.result(5).stop is StopReason.CANCELLED
@@ -415,7 +415,7 @@ def test_a_saved_request_is_there_though_it_was_stopped(played):
 
 
 def test_a_question_that_fails_or_is_not_answered_says_so(played, monkeypatch):
-    played.replica.start_many([wished(1)])
+    played.replica.start_many([a_request(1)])
     until(lambda: played.started)
 
     def fails():
@@ -432,7 +432,7 @@ def test_a_question_that_fails_or_is_not_answered_says_so(played, monkeypatch):
 
 
 def test_it_is_asked_to_leave_and_closed_with_its_requests(played):
-    future = played.replica.start_many([wished(1)])[0]
+    future = played.replica.start_many([a_request(1)])[0]
     played.replica.leave("too many")
     until(lambda: played.got[Leave])
     assert played.got[Leave][0].reason == "too many"
@@ -440,12 +440,12 @@ def test_it_is_asked_to_leave_and_closed_with_its_requests(played):
     with pytest.raises(Closed):
         future.result(0)
     with pytest.raises(Closed):
-        played.replica.start_many([wished(2)])
+        played.replica.start_many([a_request(2)])
     assert "the run has ended" in (played.pair.sampler.ended or "")
 
 
 def test_one_that_is_taken_out_is_ignored_from_then_on(played):
-    future = played.replica.start_many([wished(1)])[0]
+    future = played.replica.start_many([a_request(1)])[0]
     until(lambda: played.started)
     played.replica.abandon()
     assert isinstance(future.exception(5), Disconnected)
@@ -454,8 +454,8 @@ def test_one_that_is_taken_out_is_ignored_from_then_on(played):
         played.replica.successor()
 
 
-def test_nobody_waits_for_it_on_the_thread_that_brings_its_answers(played):
-    future = played.replica.start_many([wished(1)])[0]
+def test_waiting_on_the_thread_that_receives_its_answers_is_an_error(played):
+    future = played.replica.start_many([a_request(1)])[0]
     errors = []
 
     def waits(done):
@@ -477,8 +477,8 @@ def test_a_request_that_is_too_large_for_the_wire_fails_alone():
     replica = RemoteReplica(pair.trainer, check, places=8, newest=lambda: 0)
     got: list = []
     pair.sampler.on(Start, lambda m: got.extend(m.requests))
-    large = wished(1, token_ids=np.zeros(2000, np.int32))
-    futures = replica.start_many([wished(0), large, *[wished(i) for i in range(2, 8)]])
+    large = a_request(1, token_ids=np.zeros(2000, np.int32))
+    futures = replica.start_many([a_request(0), large, *[a_request(i) for i in range(2, 8)]])
     assert "remote.max_message_mib" in str(futures[1].exception(5))
     until(lambda: len(got) == 7)
     assert [r.key[0] for r in got] == [0, 2, 3, 4, 5, 6, 7]
@@ -487,7 +487,9 @@ def test_a_request_that_is_too_large_for_the_wire_fails_alone():
 
 
 def test_partials_travel_without_kv(played):
-    begun = replace(partial_of(wished(1)), kv=np.zeros((1, 2, 3, 1, 1), np.float32), kv_version=3)
+    begun = replace(
+        partial_of(a_request(1)), kv=np.zeros((1, 2, 3, 1, 1), np.float32), kv_version=3
+    )
     played.replica.start_many([begun])
     until(lambda: played.started)
     (sent,) = played.started

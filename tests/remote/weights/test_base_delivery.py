@@ -41,7 +41,7 @@ def load(base: BaseLoader, where: Any) -> int:
     return base.load(where, (), threading.Event())
 
 
-def test_it_comes_once_and_lies_beside_each_adapter_until_the_sampler_has_begun(
+def test_it_is_loaded_once_and_merged_with_each_adapter_until_the_sampler_has_begun(
     offered: Any,
 ) -> None:
     where, make = offered
@@ -70,7 +70,7 @@ def test_one_that_is_read_here_is_taken_if_it_is_the_trainers(offered: Any) -> N
     assert load(make(broken), where) > 0
 
 
-def test_what_cannot_be_is_said(offered: Any) -> None:
+def test_impossible_offers_are_errors(offered: Any) -> None:
     where, make = offered
     with pytest.raises(WeightsError, match="without its base weights"):
         load(make(), {})

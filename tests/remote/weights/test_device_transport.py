@@ -157,10 +157,10 @@ class Flipping:
 
     def pull(self, number, wanted):
         arrays = self.connection.pull(number, wanted)
-        place = max(range(len(arrays)), key=lambda n: arrays[n].size)
-        changed = np.asarray(arrays[place]).copy()
+        number = max(range(len(arrays)), key=lambda n: arrays[n].size)
+        changed = np.asarray(arrays[number]).copy()
         changed.view(np.uint8).reshape(-1)[5] ^= 4
-        arrays[place] = jax.device_put(changed, arrays[place].sharding)
+        arrays[number] = jax.device_put(changed, arrays[number].sharding)
         return arrays
 
 
@@ -182,19 +182,19 @@ def test_a_byte_that_changes_on_its_way_is_found_on_the_device(
 def test_weights_that_change_between_host_and_device_are_found_there(
     trainer, fetchings, monkeypatch
 ):
-    """Over TCP in place of devices: the pieces are sound, and what is on the device is not."""
+    """Over TCP in place of devices: the pieces are right, and what is on the device is not."""
     tree, fetching = host_tree(5), fetchings((1, 1))
     where = trainer.offer(22, on_trainer(tree))
     monkeypatch.setattr(trainer._transports.server, "_publish", None)
     put = fetching._on_devices
 
     def torn(assembly):
-        placed = put(assembly)
-        target = max(placed, key=lambda t: placed[t][0].size)
-        shard = np.asarray(placed[target][0]).copy()
+        shards = put(assembly)
+        target = max(shards, key=lambda t: shards[t][0].size)
+        shard = np.asarray(shards[target][0]).copy()
         shard.view(np.uint8).reshape(-1)[9] ^= 1
-        placed[target] = [jax.device_put(shard, a.sharding) for a in placed[target]]
-        return placed
+        shards[target] = [jax.device_put(shard, a.sharding) for a in shards[target]]
+        return shards
 
     monkeypatch.setattr(fetching, "_on_devices", torn)
     with pytest.raises(WeightsError, match="differs from the trainer's arrays"):
@@ -204,7 +204,7 @@ def test_weights_that_change_between_host_and_device_are_found_there(
     trainer.withdraw(22)
 
 
-def test_what_a_sampler_has_let_go_of_is_passed_on_by_nobody(trainer, fetchings):
+def test_weights_that_a_sampler_has_released_are_not_relayed(trainer, fetchings):
     tree, first = host_tree(6), fetchings((1, 4))
     where = trainer.offer(23, on_trainer(tree))
     got = first.fetch(23, where, [trainer.address], threading.Event())
@@ -353,7 +353,7 @@ def test_a_pull_that_takes_too_long_has_failed_and_tcp_brings_the_version(monkey
 
 
 def test_a_pull_that_blocks_until_the_next_offer_has_failed_too(monkeypatch):
-    """Where JAX itself does not return: the trainer offers the version anew meanwhile."""
+    """Where JAX itself does not return: the trainer offers the version again meanwhile."""
     offering, fetching_of = of_auto(monkeypatch)
     tree, clock, newer = host_tree(15), Clock(), threading.Event()
     fetching = fetching_of(tree)
@@ -375,7 +375,7 @@ def test_a_pull_that_blocks_until_the_next_offer_has_failed_too(monkeypatch):
     offering.close()
 
 
-def test_a_frozen_base_is_not_measured_beside_the_versions(monkeypatch):
+def test_a_frozen_base_is_not_measured_with_the_versions(monkeypatch):
     offering, fetching_of = of_auto(monkeypatch)
     tree = host_tree(16)
     fetching = fetching_of(tree)

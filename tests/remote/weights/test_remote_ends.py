@@ -57,7 +57,7 @@ def test_no_publish_waits_for_a_sampler_and_two_copies_are_the_most():
             fast.draw_from(version) if version % 3 == 0 else None
         side.publish(30)
         fast.draw_from(30)
-        assert side.channel.live_version == 0, "the slow one draws from it"
+        assert side.channel.live_version == 0, "the slow one generates with it"
         slow.fetching.go.set()
         slow.draw_from(30)
         side.channel.wait_live(30, 30)
@@ -148,7 +148,7 @@ def test_a_torn_transfer_is_never_used_and_comes_again():
         assert side.channel.stats().remote.repeats == 1
 
 
-def test_one_that_never_gets_the_weights_is_let_go_and_the_run_goes_on(monkeypatch):
+def test_one_that_never_gets_the_weights_is_given_up_and_the_run_continues(monkeypatch):
     monkeypatch.setattr("jaxrl_async.remote.weights.transfers.RETRY_S", 0.01)
     with TrainerSide() as side:
         good, bad = side.join("good").begin(), side.join("bad").begin()
@@ -156,7 +156,7 @@ def test_one_that_never_gets_the_weights_is_let_go_and_the_run_goes_on(monkeypat
         side.publish(1)
         good.draw_from(1)
         side.channel.wait_live(1, 30)
-        eventually(lambda: bad.pair.sampler.ended)  # it hears of that later than the trainer
+        eventually(lambda: bad.pair.sampler.ended)  # it notices that later than the trainer
         assert "did not reach bad in 3 attempts" in bad.pair.sampler.ended
         assert "the line is broken" in bad.pair.sampler.ended
         assert side.counted() == {
@@ -166,17 +166,17 @@ def test_one_that_never_gets_the_weights_is_let_go_and_the_run_goes_on(monkeypat
         assert good.end.entered
 
 
-def test_a_silent_transfer_is_offered_anew_and_then_given_up(monkeypatch):
+def test_a_transfer_that_times_out_is_offered_again_and_then_given_up(monkeypatch):
     monkeypatch.setattr("jaxrl_async.remote.weights.transfers.RETRY_S", 0.01)
     with TrainerSide(transfer_timeout_s=0.05) as side:
-        good, silent = side.join("good").begin(), side.join("silent").begin()
-        silent.fetching.go.clear()
+        good, stalled = side.join("good").begin(), side.join("silent").begin()
+        stalled.fetching.go.clear()
         side.publish(1)
         good.draw_from(1)
         side.channel.wait_live(1, 30)
-        eventually(lambda: silent.pair.sampler.ended)
-        assert "not done within 0.05 s" in silent.pair.sampler.ended
-        assert len(silent.fetching.sources) == 1 + 3
+        eventually(lambda: stalled.pair.sampler.ended)
+        assert "not done within 0.05 s" in stalled.pair.sampler.ended
+        assert len(stalled.fetching.sources) == 1 + 3
 
 
 def test_samplers_pass_on_what_they_have():

@@ -40,7 +40,7 @@ class Traffic:
             for sampler in list(self.samplers):
                 drawn = sampler.drawn[-1] if sampler.drawn else None
                 if drawn is not None and drawn < live and sampler.end.entered:
-                    self.wrong.append(f"{sampler.end.name} draws from {drawn} < {live}")
+                    self.wrong.append(f"{sampler.end.name} uses {drawn} < {live}")
 
     def act(self, action, pick):
         of = self.samplers[pick % len(self.samplers)] if self.samplers else None
@@ -82,7 +82,7 @@ class Traffic:
         return sampler.poll() is None and sampler.drawn[-1:] == [self.published]
 
     def settle(self):
-        """Let everything come to its end: all samplers draw from the newest version, but those that
+        """Let everything come to its end: all samplers use the newest version, but those that
         are let go: what was torn before may have been the last try."""
         for sampler in self.samplers:
             sampler.fetching.go.set()

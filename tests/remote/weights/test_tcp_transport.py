@@ -1,4 +1,4 @@
-"""Weights over real sockets: torn, cut, slow, silent, lying and strange peers."""
+"""Weights over real sockets: torn, cut, slow, unresponsive, lying and foreign peers."""
 
 import shutil
 import socket
@@ -154,7 +154,7 @@ def test_a_member_passes_pieces_on_while_it_still_fetches(trainer, sampler):
 
 @pytest.mark.full
 @pytest.mark.parametrize("answer", [b"", b"x" * 4096, ANSWER.pack(HERE, 1 << 60, 0)])
-def test_a_silent_source_and_one_that_lies_are_left_for_the_next(trainer, sampler, answer):
+def test_after_an_unresponsive_source_or_a_lying_one_the_next_is_used(trainer, sampler, answer):
     where = trainer.offer(0, on_trainer(TREE))
     server = socket.create_server(("127.0.0.1", 0))
     taken = []
@@ -233,14 +233,14 @@ def test_with_certificates_streams_are_encrypted_and_others_are_refused(certific
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"JXRLPCS1" + b"\xff" * 64]
 )
-def test_strangers_are_hung_up_on_and_hinder_nobody(trainer, sampler, garbage):
+def test_unauthenticated_connections_are_closed_and_delay_no_other(trainer, sampler, garbage):
     where = trainer.offer(0, on_trainer(TREE))
     host, port = trainer.address.split(":")
-    strangers = [socket.create_connection((host, int(port))) for _ in range(20)]
-    for one in strangers:
+    connections = [socket.create_connection((host, int(port))) for _ in range(20)]
+    for one in connections:
         one.sendall(garbage)
     fetch(sampler(), where, [trainer.address])
-    for one in strangers:
+    for one in connections:
         one.settimeout(10)
         try:
             while one.recv(4096):
@@ -270,7 +270,7 @@ def test_weights_have_the_port_that_was_chosen_and_samplers_the_next_free_ones(s
 
 @pytest.mark.full
 @pytest.mark.parametrize("slow", ["greeting", "TLS", "proof"])
-def test_a_stranger_that_sends_a_byte_at_a_time_is_hung_up_on(certificates, monkeypatch, slow):
+def test_a_new_connection_that_sends_a_byte_at_a_time_is_closed(certificates, monkeypatch, slow):
     monkeypatch.setattr(piece_server_module, "GREETING_S", 0.5)
     section = SECTION if slow == "proof" else SECTION.model_copy(update=certificates)
     offering = make_offering(section, run="slow", secret=b"open sesame")
@@ -355,7 +355,7 @@ def test_a_fetch_ends_when_the_sampler_does(trainer, sampler, slow_proxy):
     timer.join()
 
 
-def test_a_fetch_that_was_aborted_goes_on_from_what_has_come(trainer, sampler, slow_proxy):
+def test_a_fetch_that_was_aborted_continues_with_what_was_received(trainer, sampler, slow_proxy):
     where = trainer.offer(0, on_trainer(TREE))
     fetching, abort = sampler(), threading.Event()
 
@@ -373,7 +373,7 @@ def test_a_fetch_that_was_aborted_goes_on_from_what_has_come(trainer, sampler, s
     assert got.num_bytes < NUM_BYTES and fetching.counts["resumed"] == 1
 
 
-def test_a_version_that_nobody_has_is_an_error_that_names_the_sources(trainer, sampler):
+def test_a_version_that_no_source_has_is_an_error_that_names_the_sources(trainer, sampler):
     where = trainer.offer(5, on_trainer(TREE))
     trainer.withdraw(5)
     trainer.offer(6, on_trainer(TREE))

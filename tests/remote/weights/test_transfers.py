@@ -90,7 +90,7 @@ class World:
         assert len(t.kept) <= KEPT and t.kept == sorted(t.kept)
         for one in t.recipients:
             assert one.fetching is None or one.fetching in t.kept, "it fetches what is there"
-            assert one.fetching is None or one.staged == one.live, "one set beside the live"
+            assert one.fetching is None or one.staged == one.live, "one set besides the live"
         for version, holders in t.holders.items():
             for one in holders:
                 assert one in t.recipients
@@ -124,7 +124,7 @@ def test_at_most_two_versions_are_kept_and_everybody_ends_with_the_newest(seed):
     assert all(one.live == world.newest for one in world.transfers.recipients)
 
 
-def test_a_slow_sampler_delays_nobody_and_skips_what_it_missed():
+def test_a_slow_sampler_delays_no_other_and_skips_what_it_missed():
     world = World()
     fast, slow = world.join(), world.join()
     world.offer()

@@ -62,8 +62,8 @@ def test_a_run_folder_says_where_its_trainer_is(tmp_path: Path) -> None:
     path = write_join_file(folder, Address("host", 1), "run-1")
     assert path.parent == folder and list(folder.iterdir()) == [path]
     for where in (str(folder), f"file:{folder}", f"file:{path}"):
-        place = locate_trainer(where)
-        assert (place.address, place.run) == (Address("host", 1), "run-1")
+        trainer = locate_trainer(where)
+        assert (trainer.address, trainer.run) == (Address("host", 1), "run-1")
     assert locate_trainer("host:2").run is None
 
 

@@ -1,4 +1,4 @@
-"""Bytes that nobody should send: any of them ends the session or is refused, and nothing hangs."""
+"""Bytes that no peer should send: any of them ends the session or is refused, and nothing hangs."""
 
 import queue
 import tracemalloc
@@ -120,7 +120,7 @@ def test_an_edited_frame_ends_the_session_or_is_harmless(
         bye_frame("done"),
         *framed(bytes(2 * FRAME_BYTES)),
     ]
-    session = WireSession("stranger", WireLimits(silence_s=30))
+    session = WireSession("peer", WireLimits(silence_s=30))
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     for kind in MESSAGES:
         session.on(kind, lambda message: None)
@@ -132,7 +132,7 @@ def test_an_edited_frame_ends_the_session_or_is_harmless(
 
 
 @given(st.lists(st.binary(max_size=100), min_size=1, max_size=4), EDITS, st.booleans())
-def test_a_handshake_lets_nobody_in_by_chance(
+def test_a_handshake_admits_no_random_bytes(
     frames: list[bytes], edits: list[tuple[str, int, int]], greets: bool
 ) -> None:
     trainer = handshake.admit_sampler(b"secret")
@@ -145,10 +145,10 @@ def test_a_handshake_lets_nobody_in_by_chance(
     except (ValueError, handshake.JoinRefused):
         return
     except StopIteration:
-        raise AssertionError("a stranger was let in") from None
+        raise AssertionError("an unauthenticated peer was admitted") from None
 
 
-def test_what_a_stranger_claims_costs_no_memory() -> None:
+def test_sizes_that_an_unauthenticated_peer_claims_cost_no_memory() -> None:
     """Sizes are believed only as far as bytes have come."""
     huge = (2**62).to_bytes(8, "little")
     claims = [

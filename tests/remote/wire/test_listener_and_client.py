@@ -46,7 +46,7 @@ class Trainer:
     hub: Hub
     joined: "queue.SimpleQueue[WireSession]" = field(default_factory=queue.SimpleQueue)
     ends: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
-    came: "queue.SimpleQueue[object]" = field(default_factory=queue.SimpleQueue)
+    received: "queue.SimpleQueue[object]" = field(default_factory=queue.SimpleQueue)
 
     @property
     def where(self) -> str:
@@ -71,7 +71,7 @@ def a_trainer(
         if refuses is not None:
             raise refuses
         for kind in (Answers, Live, Beat):
-            session.on(kind, trainer.came.put)
+            session.on(kind, trainer.received.put)
         session.on_end(trainer.ends.put)
         trainer.joined.put(session)
         return welcome
@@ -146,14 +146,14 @@ def test_a_process_answers_and_leaves(trainer: Trainer) -> None:
             session.send(Start(requests=tuple(request(i) for i in range(count))))
         lengths = []
         for _ in range(64):
-            answers = trainer.came.get(timeout=WAIT_S)
+            answers = trainer.received.get(timeout=WAIT_S)
             assert isinstance(answers, Answers)
             lengths.append(len(answers.completions[0].token_ids))
         assert lengths == list(range(1, 65))
         assert child.stdin is not None
         child.stdin.write("end\n")
         child.stdin.flush()
-        assert trainer.came.get(timeout=WAIT_S) == Live(version=99)
+        assert trainer.received.get(timeout=WAIT_S) == Live(version=99)
         assert trainer.ends.get(timeout=WAIT_S) == "it was told to"
         assert ends_itself(child) == "ended it was told to"
 
@@ -162,7 +162,7 @@ def test_a_process_answers_and_leaves(trainer: Trainer) -> None:
 def test_a_killed_process_is_noticed_at_once_in_mid_message(trainer: Trainer) -> None:
     with a_process(trainer.where, "torrent") as child:
         trainer.session()
-        trainer.came.get(timeout=WAIT_S)  # it is in the middle of the next ones
+        trainer.received.get(timeout=WAIT_S)  # it is in the middle of the next ones
         child.kill()
         assert "torrent" in trainer.ends.get(timeout=WAIT_S)
         others = join(trainer.where)  # and others go on
@@ -203,10 +203,10 @@ def test_a_trainer_that_dies_is_noticed(trainer: Trainer) -> None:
 def test_the_error_of_a_failed_join_keeps_no_call_of_grpc(trainer: Trainer) -> None:
     """Deleted as the process ends, a call could wait for ever for a lock of a frozen thread."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        places = (trainer.where, f"127.0.0.1:{deaf.getsockname()[1]}")
+        addresses = (trainer.where, f"127.0.0.1:{deaf.getsockname()[1]}")
         gc.collect()
         before = [known for known in gc.get_objects() if issubclass(type(known), grpc.Call)]
-        for where, kind in zip(places, (JoinRefused, Disconnected), strict=True):
+        for where, kind in zip(addresses, (JoinRefused, Disconnected), strict=True):
             with pytest.raises(kind) as error:
                 join(where, secret=b"no secret of this trainer", timeout_s=1.2)
             there = [each for each in gc.get_objects() if issubclass(type(each), grpc.Call)]
@@ -342,10 +342,10 @@ def test_a_taken_port_is_an_error(trainer: Trainer) -> None:
         pass
 
 
-# ---- strangers
+# ---- unauthenticated connections
 
 
-def grpc_strangers(where: str, frames: list[bytes]) -> list[bytes]:
+def unauthenticated_calls(where: str, frames: list[bytes]) -> list[bytes]:
     """Send frames without a handshake; return what came back until the end."""
     with grpc.insecure_channel(where) as channel:
         call = channel.stream_stream(PATH)(iter(frames), timeout=WAIT_S)
@@ -368,10 +368,10 @@ def grpc_strangers(where: str, frames: list[bytes]) -> list[bytes]:
 )
 def test_garbage_ends_only_its_own_connection(trainer: Trainer, frames: list[bytes]) -> None:
     session = join(trainer.where)
-    assert grpc_strangers(trainer.where, frames) == []
+    assert unauthenticated_calls(trainer.where, frames) == []
     assert session.ended is None
     session.send(Live(version=1))
-    assert trainer.came.get(timeout=WAIT_S) == Live(version=1)
+    assert trainer.received.get(timeout=WAIT_S) == Live(version=1)
     session.end("done")
 
 
@@ -396,16 +396,16 @@ def test_a_message_that_is_too_large_ends_the_session_and_both_know_why(trainer:
             assert "remote.max_message_mib" in reason
 
 
-def test_a_flood_stops_nobody_and_fills_no_log(
+def test_a_flood_stops_no_sampler_and_fills_no_log(
     trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = join(trainer.where)
     host, port = trainer.hub.address.host, trainer.hub.address.port
     sockets = [garbage_socket(host, port, number) for number in range(100)]
     for _ in range(50):
-        grpc_strangers(trainer.where, [b"garbage"])
+        unauthenticated_calls(trainer.where, [b"garbage"])
     session.send(Live(version=1))
-    assert trainer.came.get(timeout=WAIT_S) == Live(version=1)
+    assert trainer.received.get(timeout=WAIT_S) == Live(version=1)
     join(trainer.where, name="another").end("done")
     for sock in sockets:
         sock.close()
@@ -422,18 +422,18 @@ def garbage_socket(host: str, port: int, number: int) -> "socket.socket":
 
 
 @pytest.mark.full
-def test_those_who_say_nothing_lose_their_place(trainer: Trainer) -> None:
-    """Four places; eight who connect and never speak; a sampler gets in after join_s."""
+def test_connections_without_a_frame_are_replaced(trainer: Trainer) -> None:
+    """Four connections at most; eight that send no frame; a sampler joins after join_s."""
     hold = threading.Event()
 
-    def silent() -> Iterator[bytes]:
+    def no_frames() -> Iterator[bytes]:
         hold.wait(WAIT_S)
         yield b""
 
     channels = [grpc.insecure_channel(trainer.where, [("c", n)]) for n in range(8)]
-    calls = [channel.stream_stream(PATH)(silent()) for channel in channels]
+    calls = [channel.stream_stream(PATH)(no_frames()) for channel in channels]
     for _ in range(100):
-        if trainer.hub.refused >= 4:  # the other four were told to come again
+        if trainer.hub.refused >= 4:  # the other four were asked to retry
             break
         time.sleep(0.05)
     join(trainer.where).end("done")
@@ -449,7 +449,7 @@ def test_those_who_say_nothing_lose_their_place(trainer: Trainer) -> None:
 
 
 @pytest.mark.full
-def test_an_address_that_says_nothing_is_told_apart_from_one_where_nobody_is() -> None:
+def test_an_address_without_an_answer_is_distinguished_from_one_without_a_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         where = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(Disconnected, match=f"last try: {where} gave no answer in time"):

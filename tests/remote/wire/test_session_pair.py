@@ -45,10 +45,10 @@ def test_messages_arrive_whole_and_in_order_and_the_end_after_them(pair: Session
     pair.trainer.on(Answers, lambda m: got.put(m.completions[0]))
     pair.sampler.end("done")
     assert [got.get(timeout=WAIT_S) for _ in range(500)] == list(range(500))
-    came = got.get(timeout=WAIT_S)
-    assert isinstance(came, Completion)
-    np.testing.assert_array_equal(came.logprobs, completion(500_000).logprobs)
-    assert came.stop is StopReason.EOS
+    received = got.get(timeout=WAIT_S)
+    assert isinstance(received, Completion)
+    np.testing.assert_array_equal(received.logprobs, completion(500_000).logprobs)
+    assert received.stop is StopReason.EOS
     assert got.get(timeout=WAIT_S) == "done"
     assert pair.trainer.ended == pair.sampler.ended == "done"
     with pytest.raises(Disconnected, match="done"):
@@ -56,10 +56,10 @@ def test_messages_arrive_whole_and_in_order_and_the_end_after_them(pair: Session
 
 
 def test_both_ends_may_end_at_once(pair: SessionPair) -> None:
-    told: list[str] = []
+    reasons: list[str] = []
     ends = (pair.trainer, pair.sampler)
     for end in ends:
-        end.on_end(told.append)
+        end.on_end(reasons.append)
     threads = [threading.Thread(target=end.end, args=(end.peer,)) for end in ends]
     for thread in threads:
         thread.start()
@@ -70,7 +70,7 @@ def test_both_ends_may_end_at_once(pair: SessionPair) -> None:
     for end in ends:
         end.on_end(late.put)
     assert {late.get(timeout=WAIT_S) for _ in ends} <= {"sampler-0", "trainer"}
-    assert len(told) == 2
+    assert len(reasons) == 2
 
 
 @pytest.mark.full
@@ -93,19 +93,19 @@ def test_an_idle_session_lives_on(pair: SessionPair) -> None:
 
 def test_a_handler_that_raises_ends_it_and_gets_no_more(pair: SessionPair) -> None:
     calls: list[int] = []
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def fails(message: Live) -> None:
         calls.append(message.version)
         raise RuntimeError("too much")
 
     pair.trainer.on(Live, fails)
-    pair.sampler.on_end(told.put)
+    pair.sampler.on_end(reasons.put)
     for version in range(3):
         pair.sampler.send(Live(version=version))
-    assert told.get(timeout=WAIT_S) == "handling of a Live failed: too much"
-    pair.trainer.on_end(told.put)
-    assert told.get(timeout=WAIT_S) == "handling of a Live failed: too much"
+    assert reasons.get(timeout=WAIT_S) == "handling of a Live failed: too much"
+    pair.trainer.on_end(reasons.put)
+    assert reasons.get(timeout=WAIT_S) == "handling of a Live failed: too much"
     assert calls == [0]
 
 

@@ -1,4 +1,4 @@
-"""Certificates, made here with the openssl command: who may talk to whom."""
+"""Certificates, made here with the openssl command: which sides may connect."""
 
 import shutil
 import socket
@@ -82,7 +82,7 @@ def join(
     return session
 
 
-def test_both_sides_with_certificates_of_one_authority_talk(folder: Path) -> None:
+def test_both_sides_with_certificates_of_one_authority_connect(folder: Path) -> None:
     got = threading.Event()
     hub = make_hub(files(folder, "ours"), got)
     for host in ("127.0.0.1", "localhost"):
