@@ -38,7 +38,7 @@ from jaxrl_async.model.lora import Lora
 from jaxrl_async.model.peft import load_peft
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params
-from jaxrl_async.model.vision.reading import images_of
+from jaxrl_async.model.vision.image_form import images_of
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.run.builders.program_cache import verify_compiled_programs
 from jaxrl_async.run.signals import STOPPING, listens_to

@@ -99,8 +99,8 @@ def check_algorithm(
             f"{algorithm.advantage!r}, whose critic is trained on all answers. Set baseline=all."
         )
     aggregate.resolve(algorithm.aggregate)
-    if bends(algorithm):
-        log.warning(bending_warning(algorithm))
+    if overcorrects(algorithm):
+        log.warning(overcorrection_warning(algorithm))
 
 
 def _try(key: str, choice: schema.Choices, call: Callable[[], object]) -> None:
@@ -124,7 +124,7 @@ def _first_line(error: Exception) -> str:
 # ---- a correction that changes a loss
 
 
-def bends(algorithm: schema.AlgorithmSection) -> bool:
+def overcorrects(algorithm: schema.AlgorithmSection) -> bool:
     """Return whether a correction changes the token weights of a loss that needs none."""
     used = schema.each_of(correction_of(algorithm))
     if default_correction(algorithm.loss, algorithm.anchor) != "none":
@@ -134,17 +134,17 @@ def bends(algorithm: schema.AlgorithmSection) -> bool:
     return _first_difference(algorithm) is not None
 
 
-def bending_warning(algorithm: schema.AlgorithmSection) -> str:
-    """Return the warning for `bends`, with the token weights with and without the correction."""
+def overcorrection_warning(algorithm: schema.AlgorithmSection) -> str:
+    """Return the warning for `overcorrects`: the token weights with and without the correction."""
     difference = _first_difference(algorithm)
     assert difference is not None, "the correction changes no weight"
     sign, *both = difference
-    plain, bent = (", ".join(f"{w:.3g}" for w in weights) for weights in both)
+    plain, other = (", ".join(f"{w:.3g}" for w in weights) for weights in both)
     return (
         f"algorithm.loss={schema.name_of(algorithm.loss)} needs no correction, and "
         f"algorithm.correction={correction_of(algorithm)} is set: a token of advantage "
         f"{sign:g} with policy / behavior = {', '.join(f'{r:g}' for r in RATIOS)}, in a "
-        f"sequence with a token of the inverse ratio, weighs {bent} instead of {plain}. "
+        f"sequence with a token of the inverse ratio, weighs {other} instead of {plain}. "
         "To remove the correction, set algorithm.correction=null."
     )
 
@@ -157,9 +157,9 @@ def _first_difference(
     by_default = algorithm.model_copy(update={"correction": None})
     pairs = [(r, 1 / r) for r in RATIOS]
     for sign in (1.0, -1.0):
-        plain, bent = (effective_weights(a, pairs, sign)[:, 0] for a in (by_default, algorithm))
-        if not np.allclose(plain, bent, rtol=1e-4):
-            return sign, plain, bent
+        plain, other = (effective_weights(a, pairs, sign)[:, 0] for a in (by_default, algorithm))
+        if not np.allclose(plain, other, rtol=1e-4):
+            return sign, plain, other
     return None
 
 

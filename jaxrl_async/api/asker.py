@@ -21,7 +21,7 @@ from jaxrl_async.data.tokenizer import Tokenizer
 from jaxrl_async.endpoint.sampling_request import stop_ids
 from jaxrl_async.errors import DataError
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.vision.reading import images_of
+from jaxrl_async.model.vision.image_form import images_of
 from jaxrl_async.ports.rollout import ChatFormat
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings

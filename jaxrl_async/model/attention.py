@@ -437,7 +437,7 @@ def sequence_attention(
             "reference",
         )
         if name == "reference" and device.platform != "cpu":
-            _say_quadratic(device.platform)
+            _log_quadratic(device.platform)
     if problem := obstacle(name, device, dtype, head_dim, cap, sinks=sinks):
         raise ConfigError(f"model.attention={name} {problem}")
     divided = mesh is not None and mesh.size > 1 and mesh.shape["context"] > 1
@@ -539,7 +539,7 @@ def obstacle(
 
 
 @cache
-def _say_quadratic(platform: str) -> None:
+def _log_quadratic(platform: str) -> None:
     log.warning(
         "no attention kernel supports this %s: the reference keeps all scores of a row in memory, "
         "several times 4 bytes x heads x length squared. Lower trainer.row_length if memory runs "

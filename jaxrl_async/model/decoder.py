@@ -201,12 +201,12 @@ def _computes_alone(mesh: Mesh, dtype: DTypeLike) -> bool:
     if not has_cpu_kernels(mesh.devices.flat[0], dtype):
         return False
     if mesh.size > 1:
-        _say_once("trainer.cpu_kernels: on several CPU devices log-probs are computed by XLA")
+        _log_once("trainer.cpu_kernels: on several CPU devices log-probs are computed by XLA")
     return mesh.size == 1
 
 
 @cache
-def _say_once(words: str) -> None:
+def _log_once(words: str) -> None:
     logging.getLogger(__name__).info(words)
 
 

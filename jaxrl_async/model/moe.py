@@ -124,7 +124,7 @@ def _in_best_groups(odds: Array, router: ExpertRouter) -> Array:
     return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(odds.shape)
 
 
-def noting(chosen: list[Array]) -> Choose:
+def recording(chosen: list[Array]) -> Choose:
     """Return `route` that also appends the chosen ids to `chosen`, layer by layer."""
 
     def choose(

@@ -197,7 +197,7 @@ class Policy:
             params = merged_by_layer(self.spec, self.lora, self.params, self.adapter or {})
         else:
             params = self.merged().params
-        spec, folder = speaking(self.spec, self.tokenizer), Path(folder)
+        spec, folder = with_special_tokens(self.spec, self.tokenizer), Path(folder)
         tower, others = self.tower, None
         if tower is not None:
             others = OtherContents(
@@ -213,7 +213,7 @@ class Policy:
             self.tokenizer.save_pretrained(folder)
 
 
-def speaking(spec: ModelSpec, tokenizer: Any) -> ModelSpec:
+def with_special_tokens(spec: ModelSpec, tokenizer: Any) -> ModelSpec:
     """Return the spec with the tokenizer's end tokens, bos and pad; tokens that the tokenizer does
     not define are kept."""
     if tokenizer is None:

@@ -43,7 +43,7 @@ from jaxrl_async.metrics.symptoms import Symptoms
 from jaxrl_async.model.frozen_base import merged_by_layer
 from jaxrl_async.model.heads import HEAD, save_head, warn_of_readers, with_head
 from jaxrl_async.model.lora import merged
-from jaxrl_async.model.policy import Policy, speaking
+from jaxrl_async.model.policy import Policy, with_special_tokens
 from jaxrl_async.model.quantize import is_quantized
 from jaxrl_async.model.spec import Params
 from jaxrl_async.profiling import StepTraces
@@ -280,7 +280,7 @@ def reward_model(
             merge = merged_by_layer if is_quantized(whole) else merged
             params = merge(policy.spec, policy.lora, whole, params)
             log_merged(paths.reward_model, config.model.path or str(paths.base), policy)
-        save_head(paths.reward_model, speaking(policy.spec, policy.tokenizer), params)
+        save_head(paths.reward_model, with_special_tokens(policy.spec, policy.tokenizer), params)
         policy.tokenizer.save_pretrained(paths.reward_model)
         return paths.reward_model
 

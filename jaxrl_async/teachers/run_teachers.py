@@ -29,7 +29,7 @@ from jaxrl_async.types import BoolArray, Episode, Prompt, Score
 log = logging.getLogger(__name__)
 
 
-class ModelHere(Protocol):
+class TeacherModel(Protocol):
     """A model of this process that computes log-probs, not loaded yet."""
 
     @property
@@ -55,7 +55,7 @@ class RunTeachers:
         faults: FaultCounts,
         outages: Outages | None,
         chat: Callable[[], ChatFormat | None],
-        models: Mapping[str, ModelHere] = MappingProxyType({}),
+        models: Mapping[str, TeacherModel] = MappingProxyType({}),
     ) -> None:
         """Connect to nothing and load nothing yet. Raises ConfigError.
 

@@ -370,7 +370,7 @@ def test_gdpo_takes_what_tokens_earned_as_a_part_of_its_own():
 
 
 def test_the_floor_keeps_small_differences_small():
-    """Wrong answers whose rewards differ by 0.001 a token, beside a group with a right one."""
+    """Wrong answers whose rewards differ by 0.001 a token, with a group with a right one."""
     small, large = [-0.001, -0.002, -0.003, -0.004], [1.0, 0.0, 0.0, 0.0]
     for rewards in (small, large):
         r = np.array(rewards)

@@ -16,10 +16,10 @@ from jaxrl_async.algorithms.corrections import (
 )
 from jaxrl_async.algorithms.losses import MAX_LOG_RATIO, TokenInputs, token_loss
 from jaxrl_async.algorithms.preflight import (
-    bending_warning,
-    bends,
     check_algorithm,
     effective_weights,
+    overcorrection_warning,
+    overcorrects,
     with_correction,
 )
 from jaxrl_async.config.rules import check_rules
@@ -471,12 +471,12 @@ def test_a_default_correction_is_at_the_level_of_the_losss_ratio():
 
 @pytest.mark.full
 def test_a_correction_that_bends_a_bounded_loss_is_logged_once_with_its_weights(caplog):
-    bent = AlgorithmSection(loss="cispo", correction="truncate_token")
-    assert bends(bent)
-    check_algorithm(bent, None)
+    corrected = AlgorithmSection(loss="cispo", correction="truncate_token")
+    assert overcorrects(corrected)
+    check_algorithm(corrected, None)
     assert len(caplog.records) == 1
     assert "weighs 1, 1.5, 2, 2, 2, 1.67, 1 instead of 1, 1.5, 2, 3, 4, 5, 5." in (caplog.text)
-    assert bending_warning(bent) in caplog.text
+    assert overcorrection_warning(corrected) in caplog.text
     for fine in (
         AlgorithmSection(loss="cispo"),
         AlgorithmSection(loss="cispo", correction="none"),
@@ -486,7 +486,7 @@ def test_a_correction_that_bends_a_bounded_loss_is_logged_once_with_its_weights(
         AlgorithmSection(loss="gspo", correction={"truncate": {"level": "geometric"}}),
         AlgorithmSection(loss="dppo_tv", correction={"tis": {"cap": 20.0}}),
     ):
-        assert not bends(fine)
+        assert not overcorrects(fine)
 
 
 @pytest.mark.full
@@ -501,8 +501,8 @@ def test_a_correction_that_bends_a_bounded_loss_is_logged_once_with_its_weights(
     ],
 )
 def test_a_correction_of_tokens_that_bends_another_ratio_gets_a_warning(loss, warning):
-    bent = AlgorithmSection(loss=loss, correction="tis")
-    assert bends(bent) and warning in bending_warning(bent)
+    corrected = AlgorithmSection(loss=loss, correction="tis")
+    assert overcorrects(corrected) and warning in overcorrection_warning(corrected)
 
 
 @pytest.mark.full

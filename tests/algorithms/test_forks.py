@@ -1,4 +1,4 @@
-"""Advantages among peers and in forks beside sums written out; nothing is lost or trained twice."""
+"""Advantages among peers and in forks against sums written out; none is lost or trained twice."""
 
 import numpy as np
 import pytest
@@ -135,8 +135,8 @@ def test_what_the_trunk_earned_before_the_pivot_does_not_count_in_the_fork() -> 
     whole = group((episode(6, 2), earned), (episode(6, 2), 1.0), (episode(7, 4, point.name), 0.5))
     mean = advantage.resolve("group_mean")
     found = compared_with_peers(step_data([whole]), mean, trunk="fork").advantages[0]
-    assert found[2].tolist() == [0, 0, 0, 0, -0.5, -0.5, -0.5], "0.5 beside 1 + 0.5"
-    assert found[0].tolist() == [0, 0, 3.75, 3.75, 0.5, 0.5], "8.5 beside 1, then the fork's"
+    assert found[2].tolist() == [0, 0, 0, 0, -0.5, -0.5, -0.5], "0.5 against 1 + 0.5"
+    assert found[0].tolist() == [0, 0, 3.75, 3.75, 0.5, 0.5], "8.5 against 1, then the fork's"
 
 
 @pytest.mark.full

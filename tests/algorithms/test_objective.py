@@ -129,7 +129,7 @@ def test_an_unknown_function_in_the_recipe_is_a_config_error(field, kind):
 @pytest.mark.full
 def test_the_learning_weights_replace_missing_log_probs_of_the_sampler(x, weights):
     gaps = jnp.asarray(np.random.default_rng(1).random(SHAPE) < 0.4)
-    silent = x._replace(behavior_logprobs=jnp.where(gaps, jnp.nan, x.behavior_logprobs))
+    unreported = x._replace(behavior_logprobs=jnp.where(gaps, jnp.nan, x.behavior_logprobs))
     own = x._replace(behavior_logprobs=jnp.where(gaps, x.policy_logprobs, x.behavior_logprobs))
 
     def loss(logprobs, inputs):
@@ -137,12 +137,12 @@ def test_the_learning_weights_replace_missing_log_probs_of_the_sampler(x, weight
         return policy_loss(recipe(), filled, weights, jnp.int32(5))[0]
 
     fixed = own._replace(behavior_logprobs=jax.lax.stop_gradient(own.behavior_logprobs))
-    value, slope = jax.value_and_grad(loss)(x.policy_logprobs, silent)
+    value, slope = jax.value_and_grad(loss)(x.policy_logprobs, unreported)
     wanted, wanted_slope = jax.value_and_grad(loss)(x.policy_logprobs, fixed)
     assert np.isfinite(value) and np.isfinite(slope).all()
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     np.testing.assert_allclose(slope, wanted_slope, rtol=1e-6)
-    stats = report(silent, weights)
+    stats = report(unreported, weights)
     m, g = np.asarray(x.mask), np.asarray(gaps)
     assert stats["policy/recomputed_logprob_share"] == pytest.approx(g[m].mean())
     reported = np.abs(np.asarray(x.policy_logprobs - x.behavior_logprobs))[m & ~g]

@@ -1,4 +1,4 @@
-"""Seats of a game beside groups of their own: every advantage, every shaping, dynamic sampling."""
+"""Seats of a game against separate groups: every advantage, every shaping, dynamic sampling."""
 
 from dataclasses import replace
 

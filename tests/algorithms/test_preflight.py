@@ -67,9 +67,9 @@ def test_a_users_loss_gives_what_the_same_formula_gives_here(own):
     x = tiny_inputs(schema.AlgorithmSection())
     for bound in (0.2, 0.5):
         mine = recipe({own("clipped"): {"bound": bound}}).loss(x)
-        ours = ppo_clip(x, clip_low=bound, clip_high=bound)
-        np.testing.assert_allclose(mine.loss, ours.loss, rtol=1e-6)
-        np.testing.assert_array_equal(mine.clipped, ours.clipped)
+        builtin = ppo_clip(x, clip_low=bound, clip_high=bound)
+        np.testing.assert_allclose(mine.loss, builtin.loss, rtol=1e-6)
+        np.testing.assert_array_equal(mine.clipped, builtin.clipped)
 
 
 def test_a_bare_array_is_enough_and_what_lies_outside_the_mask_is_thrown_away(own):

@@ -201,8 +201,8 @@ def test_downsampling_is_keyed_by_identity_and_prefers_clean_solutions():
     first = group(rewards, number=3, penalties=penalties)
     other = group(rewards, number=4, penalties=penalties)
     alone = shaped_by("downsample", first, keep=8).data
-    beside = shaped_by("downsample", other, first, keep=8).data
-    assert indices(alone.groups[0]) == indices(beside.groups[1])
+    together = shaped_by("downsample", other, first, keep=8).data
+    assert indices(alone.groups[0]) == indices(together.groups[1])
     clean = [s.parts["penalty"] == 0 for s in alone.groups[0].scores if s.reward == 1]
     assert all(clean) and len(clean) == 4
     draws = [shaped_by("downsample", first, keep=8, seed=s).data.groups[0] for s in range(20)]

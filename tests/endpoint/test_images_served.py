@@ -13,7 +13,7 @@ from PIL import Image
 import jaxrl_async as jr
 from jaxrl_async.config import schema
 from jaxrl_async.model.policy import Policy
-from jaxrl_async.model.vision.reading import images_of
+from jaxrl_async.model.vision.image_form import images_of
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.serve import served_policy

@@ -158,7 +158,7 @@ def test_shared_prefixes_are_refused() -> None:
 
 @pytest.mark.full
 def test_states_continue_from_part_to_part_as_in_one_sequence() -> None:
-    """Parts of 1, 17, 3 and 24 tokens, padded to 24 and beside a row of other lengths."""
+    """Parts of 1, 17, 3 and 24 tokens, padded to 24 and with a row of other lengths."""
     given, whole = inputs(45, seed=5), token_by_token(inputs(45, seed=5))
     state, start = jnp.zeros((2, HEADS, KEYS, VALUES)), 0
     for length in (1, 17, 3, 24):

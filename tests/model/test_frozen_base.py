@@ -209,12 +209,12 @@ def test_a_quantised_base_alone_is_written_as_what_it_stands_for(tmp_path: Path,
     if kind == "int4":
         return
     again = Policy.from_pretrained(tmp_path / "restored", form=form)
-    for ours, theirs in zip(
+    for found, expected in zip(
         jax.tree.leaves(restored_params(ROUTED, again.params)),
         jax.tree.leaves(wanted),
         strict=True,
     ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_four_bits_take_little_more_than_half_a_byte_a_weight():

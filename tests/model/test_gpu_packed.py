@@ -198,17 +198,17 @@ def test_our_backward_pass_is_the_call_that_jax_makes(as_on_hopper, window):
     def jaxs(q: Any, k: Any, v: Any) -> Any:
         return jax.vjp(lambda *x: by_cudnn(*x, offsets, 0.5, window), q, k, v)[1](grad)
 
-    def ours(q: Any, k: Any, v: Any) -> Any:
+    def own_call(q: Any, k: Any, v: Any) -> Any:
         out, sums = CUDNN.forward(q, k, v, offsets, 0.5, window)
         assert sums.shape == (2 * gpu_packed.MOST_SEGMENTS, 4, 16)
         return CUDNN.backward(q, k, v, offsets, 0.5, window, out, sums, grad)
 
-    (theirs,), (own,) = (
+    (of_jax,), (own,) = (
         [e for e in equations(jax.make_jaxpr(f)(q, k, v).jaxpr) if e.primitive.name == name]
-        for f in (jaxs, ours)
+        for f in (jaxs, own_call)
     )
-    assert own.params == theirs.params
-    assert [str(x.aval) for x in own.invars] == [str(x.aval) for x in theirs.invars]
+    assert own.params == of_jax.params
+    assert [str(x.aval) for x in own.invars] == [str(x.aval) for x in of_jax.invars]
 
 
 @pytest.mark.full

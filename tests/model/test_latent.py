@@ -162,12 +162,12 @@ def test_pages_of_both_forms_give_the_same_tokens() -> None:
         section = SECTION.model_copy(update={"attention": attention})
         with closing(Sampler((SPEC, tiny_params(SPEC)), section=section)) as sampler:
             assert sampler.engine.spec.prefills_in_pages == (attention == "ragged")
-            done = sampler.generate([wish(i) for i in range(4)])
+            done = sampler.generate([request(i) for i in range(4)])
             completions.append([c.token_ids.tolist() for c in done])
     assert completions[0] == completions[1]
 
 
-def wish(number: int, adapter: str = "", **more) -> Request:
+def request(number: int, adapter: str = "", **more) -> Request:
     return Request(
         request_id=f"{adapter}/{number}",
         token_ids=np.roll(IDS, number),
@@ -179,9 +179,9 @@ def wish(number: int, adapter: str = "", **more) -> Request:
     )
 
 
-def completions(params, wishes, mesh=None):
+def completions(params, requests, mesh=None):
     with Sampler((SPEC, params), section=SECTION, mesh=mesh) as sampler:
-        return sampler.generate([dataclasses.replace(w, adapter="") for w in wishes])
+        return sampler.generate([dataclasses.replace(w, adapter="") for w in requests])
 
 
 def same(one, other) -> None:
@@ -192,24 +192,24 @@ def same(one, other) -> None:
 @pytest.mark.exhaustive
 def test_adapters_in_one_block_sample_what_each_samples_alone() -> None:
     base, made = tiny_params(SPEC), {"a": an_adapter(1), "b": an_adapter(2, rank=3)}
-    wishes = [wish(i, name) for i in range(2) for name in ("", "a", "b")]
+    requests = [request(i, name) for i in range(2) for name in ("", "a", "b")]
     settings = SamplerSettings(adapters=AdapterRoom(places=3, rank=4))
     with Sampler((SPEC, base), section=SECTION, settings=settings) as sampler:
         for name, one in made.items():
             sampler.adapters.load(name, one)
-        mixed = sampler.generate(wishes)
+        mixed = sampler.generate(requests)
     for name in ("", "a", "b"):
         params = merged(SPEC, *(made[name][0], base, made[name][1])) if name else base
-        own = [w for w in wishes if w.adapter == name]
-        got = [done for w, done in zip(wishes, mixed, strict=True) if w.adapter == name]
+        own = [w for w in requests if w.adapter == name]
+        got = [done for w, done in zip(requests, mixed, strict=True) if w.adapter == name]
         for one, other in zip(got, completions(params, own), strict=True):
             same(one, other)
-    assert len({tuple(done.token_ids) for done in mixed}) == len(wishes)
+    assert len({tuple(done.token_ids) for done in mixed}) == len(requests)
 
 
 @pytest.mark.exhaustive
 def test_a_request_saved_with_its_cache_continues_on_a_mesh() -> None:
-    params, one = tiny_params(SPEC), wish(3)
+    params, one = tiny_params(SPEC), request(3)
     (whole,) = completions(params, [one])
     with Sampler((SPEC, params), section=SECTION.model_copy(update={"block": 1})) as sampler:
         future = sampler.start_many([one])[0]

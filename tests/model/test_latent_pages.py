@@ -1,4 +1,4 @@
-"""Our own TPU kernel for latent attention on pages, interpreted, beside float64."""
+"""Our own TPU kernel for latent attention on pages, interpreted, against float64."""
 
 from dataclasses import dataclass, replace
 from typing import Any

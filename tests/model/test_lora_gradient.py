@@ -1,4 +1,4 @@
-"""What an adapter's gradient amounts to: beside the update of all weights, and with dropout."""
+"""What an adapter's gradient amounts to: against the update of all weights, and with dropout."""
 
 import jax
 import jax.numpy as jnp

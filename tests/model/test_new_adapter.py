@@ -23,7 +23,7 @@ ROWS = (IDS, np.tile(np.arange(12), (2, 1)), np.ones_like(IDS))
 
 
 def both(family: str) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states of the base, and with a new adapter beside it."""
+    """Hidden states of the base, and with a new adapter."""
     spec = ModelSpec.from_architecture(ArchitectureSection(family=family, **SIZES), 64)
     base = init_params(spec, jax.random.key(0))
     lora = lora_of(spec, LoraSection(rank=4))

@@ -112,8 +112,8 @@ def sampled(policy, mesh=None, prompt=IDS[:5]):
 
 @pytest.mark.full
 def test_the_trainer_computes_what_an_independent_pass_does():
-    ours = trainer_logprobs(SPEC, params_of_layer(), IDS)
-    np.testing.assert_allclose(ours, reference_logprobs(params_of_layer(), IDS), atol=1e-5, rtol=0)
+    found = trainer_logprobs(SPEC, params_of_layer(), IDS)
+    np.testing.assert_allclose(found, reference_logprobs(params_of_layer(), IDS), atol=1e-5, rtol=0)
 
 
 @pytest.mark.exhaustive
@@ -134,8 +134,8 @@ def test_meshes_of_eight_devices_compute_the_same(axes):
     settings = settings_on(mesh, SPEC, dtype=jnp.float32, attention="reference", remat="layer")
     params = jax.device_put(params_of_layer(), shardings(weight_table(SPEC), mesh, TRAINER_RULES))
     assert "tensor" in str(params["layers"]["gate"].sharding.spec)
-    ours = trainer_logprobs(SPEC, params, IDS, settings)
-    np.testing.assert_allclose(ours, reference_logprobs(params_of_layer(), IDS), atol=1e-5, rtol=0)
+    found = trainer_logprobs(SPEC, params, IDS, settings)
+    np.testing.assert_allclose(found, reference_logprobs(params_of_layer(), IDS), atol=1e-5, rtol=0)
     of_sampler = make_mesh(schema.AxesSection(tensor=2), jax.devices()[:2])
     ids, logprobs = sampled((SPEC, params_of_layer()), of_sampler)
     np.testing.assert_allclose(

@@ -75,7 +75,7 @@ def test_pages_of_windows_and_sinks_draw_what_gathered_ones_draw(family) -> None
     params = jax.tree_util.tree_map_with_path(
         lambda path, w: w + 1.5 if "sinks" in str(path) else w, params
     )
-    wishes = [
+    requests = [
         Request(
             request_id=f"r{i}",
             token_ids=np.arange(2 + 9 * i, dtype=np.int32) % VOCAB,
@@ -91,7 +91,7 @@ def test_pages_of_windows_and_sinks_draw_what_gathered_ones_draw(family) -> None
             slots=2, max_length=48, max_new_tokens=24, block=3, page_tokens=4, attention=attention
         )
         with Sampler((spec, params), section=section) as sampler:
-            results.append(sampler.generate(wishes))
+            results.append(sampler.generate(requests))
     for one, other in zip(*results, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)

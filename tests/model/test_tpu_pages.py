@@ -1,4 +1,4 @@
-"""Our own TPU kernel for decoding on pages, interpreted, beside float64."""
+"""Our own TPU kernel for decoding on pages, interpreted, against float64."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ def in_float64(
             if case.scoring.cap:
                 scores = case.scoring.cap * np.tanh(scores / case.scoring.cap)
             odds = np.exp(scores)
-            beside = np.exp(sinks[head]) if case.sinks else 0.0
-            out[row, head] = odds @ kv[:, 2 * n + 1] / (odds.sum() + beside)
+            sink = np.exp(sinks[head]) if case.sinks else 0.0
+            out[row, head] = odds @ kv[:, 2 * n + 1] / (odds.sum() + sink)
     return out
 
 

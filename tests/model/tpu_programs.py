@@ -235,7 +235,7 @@ def gradient_of(step: Update[PolicyObjective], params: Any, frozen: Frozen) -> d
 
 
 def optimizer_step(*offload: str) -> dict[str, Any]:
-    """AdamW's step on all chips, and what it holds beside its temporaries."""
+    """AdamW's step on all chips, and what it holds in addition to its temporaries."""
     mesh = mesh_of(fsdp=16)
     step, params = policy_step(mesh, offload=offload)
     of_state = step.programs.state_shardings

@@ -99,8 +99,8 @@ def order_distance(logits, alone, ids, logprobs):
     found = []
     for p, of_token, probs in zip(softmax(logits), ids, np.exp(logprobs), strict=True):
         teacher = sorted(probs[of_token < 0], reverse=True)
-        ours = [*sorted(p[alone], reverse=True), *[0.0] * len(teacher)]
-        found.append(sum(abs(a - b) for a, b in zip(ours, teacher, strict=False)))
+        student = [*sorted(p[alone], reverse=True), *[0.0] * len(teacher)]
+        found.append(sum(abs(a - b) for a, b in zip(student, teacher, strict=False)))
     return np.array(found)
 
 
@@ -181,7 +181,7 @@ def test_knowing_less_never_raises_a_divergence(kind, seed, scale):
 def test_the_gradient_is_that_of_finite_differences(kind, k):
     ids, logprobs = top_of_teacher(k or 1)
 
-    def ours(student):
+    def distance(student):
         if k is None:
             return distill_logits(student, jnp.asarray(TEACHER), kind=kind).sum()
         return distill_top(student, jnp.asarray(ids), logprobs, kind=kind).sum()
@@ -190,7 +190,7 @@ def test_the_gradient_is_that_of_finite_differences(kind, k):
         p, q = softmax(TEACHER), softmax(student)
         return divergence(kind, *((p, q) if k is None else (lump(p, ids), lump(q, ids)))).sum()
 
-    got, step = jax.grad(ours)(jnp.asarray(STUDENT, jnp.float32)), 1e-5
+    got, step = jax.grad(distance)(jnp.asarray(STUDENT, jnp.float32)), 1e-5
     numeric = np.zeros_like(STUDENT)
     for at in np.ndindex(STUDENT.shape):
         moved = STUDENT.copy(), STUDENT.copy()

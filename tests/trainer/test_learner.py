@@ -126,8 +126,8 @@ def learner_of(
         reference=schema.ReferenceSection(**(reference or {})),
         **how,
     )
-    beside = {"own_pass": PASS, **(companions or {})}
-    return Learner(step, step.init(PARAMS), settings, Companions(**beside))
+    parts = {"own_pass": PASS, **(companions or {})}
+    return Learner(step, step.init(PARAMS), settings, Companions(**parts))
 
 
 def moved(learner: Learner, groups: list[EpisodeGroup] = GROUPS, version: int = 0) -> dict:
@@ -277,9 +277,9 @@ def test_a_penalty_is_taken_off_what_tokens_earn_or_else_off_the_sequences() -> 
     assert less.token_rewards is not None and report["reward/kl"] == lengths[0] / 4
     np.testing.assert_array_equal(less.token_rewards[0][0], np.full(lengths[0], -0.5))
     earned = replace(data, token_rewards=((np.ones(lengths[0], np.float32), None),))
-    beside, _ = less_penalty(earned, penalties, "sequence")
-    assert beside.token_rewards is not None
-    np.testing.assert_array_equal(beside.token_rewards[0][0], np.full(lengths[0], 0.5))
+    reduced, _ = less_penalty(earned, penalties, "sequence")
+    assert reduced.token_rewards is not None
+    np.testing.assert_array_equal(reduced.token_rewards[0][0], np.full(lengths[0], 0.5))
     of_sequences, _ = less_penalty(data, penalties, None)
     np.testing.assert_allclose(of_sequences.rewards[0], data.rewards[0] - [lengths[0] / 2, 0])
 
@@ -795,7 +795,7 @@ def test_the_first_episodes_of_a_step_are_kept_as_the_trainer_saw_them(
         advantage = np.where(view.episode.drawn, rewards[index] - rewards.mean(), 0)
         np.testing.assert_allclose(view.advantages, advantage, atol=1e-6)
     moved(learner, version=2)
-    assert learner.views == [], "what is old is not shown beside newer samples"
+    assert learner.views == [], "what is old is not shown with newer samples"
 
 
 def test_to_keep_what_the_trainer_saw_changes_nothing_of_what_is_trained() -> None:

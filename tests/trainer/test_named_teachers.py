@@ -404,9 +404,9 @@ def order_distances(groups: Sequence[EpisodeGroup], step: PackedStep) -> list[np
             for index, ids, logprobs in zip(
                 teacher.places, teacher.top_ids, teacher.top_logprobs, strict=True
             ):
-                theirs = np.sort(np.exp(logprobs[(ids < 0) & (logprobs > -1e3)]))[::-1]
-                ours = np.sort(of_token[index][ALONE])[::-1][: len(theirs)]
-                wanted[index] += teacher.weight * np.abs(ours - theirs).sum()
+                teachers = np.sort(np.exp(logprobs[(ids < 0) & (logprobs > -1e3)]))[::-1]
+                students = np.sort(of_token[index][ALONE])[::-1][: len(teachers)]
+                wanted[index] += teacher.weight * np.abs(students - teachers).sum()
         found.append(wanted)
     return found
 

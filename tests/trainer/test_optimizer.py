@@ -237,7 +237,7 @@ OTHERS = {
 
 @pytest.mark.full
 def test_muon_makes_the_momentum_of_each_hidden_matrix_orthogonal_and_leaves_the_rest_to_adamw():
-    """Layers, experts, heads, and an adapter's factors, beside an independent float64."""
+    """Layers, experts, heads, and an adapter's factors, against an independent float64."""
     rng, table = np.random.default_rng(0), {**MATRICES, **OTHERS}
     start = {name: rng.normal(size=w.shape) for name, w in table.items()}
     gradients = {name: rng.normal(size=(3, *w.shape)) for name, w in table.items()}

@@ -85,11 +85,11 @@ def learner_of(pairs: dict, settings: LearningSettings, algorithm: dict | None =
     given = schema.AlgorithmSection(**{"learning_rate": RATE, **(algorithm or {})})
     step = policy_update(SPEC, settings, pair_algorithm(given), total_steps=20)
     how = LearnerSettings(algorithm=given, row_length=ROW, pairs=section)
-    beside = Companions(
+    parts = Companions(
         own_pass=LogprobPass(SPEC, settings),
         reference=copied(REFERENCE) if section.refers else None,
     )
-    return Learner(step, step.init(PARAMS), how, beside)
+    return Learner(step, step.init(PARAMS), how, parts)
 
 
 def given_pairs(how: str) -> list[PreferencePair]:

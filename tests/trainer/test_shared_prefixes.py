@@ -284,14 +284,14 @@ def trained(
     step = policy_update(spec, how, section, total_steps=20, teacher=of_teacher)
     params, other = (init_params(spec, jax.random.key(n)) for n in (0, 1))
     own = LogprobPass(spec, how, top_k=4)
-    beside: dict[str, Any] = {"own_pass": own}
+    parts: dict[str, Any] = {"own_pass": own}
     if algorithm.get("kl_coefficient"):
-        beside["reference"] = copied(other)
+        parts["reference"] = copied(other)
     if teacher:
-        beside |= {"teacher": copied(other), "teacher_pass": own}
+        parts |= {"teacher": copied(other), "teacher_pass": own}
     if critic:
         made = make_critic(spec, how, learning_rate=1e-2, total_steps=20)
-        beside |= {
+        parts |= {
             "critic": made,
             "critic_state": made.step.init(value_params(spec, other)),
         }
@@ -299,7 +299,7 @@ def trained(
         algorithm=section, row_length=ROW, teacher=of_teacher,
         sampler_columns=columns or SamplerColumns(),
     )  # fmt: skip
-    learner = Learner(step, step.init(params), settings, Companions(**beside))
+    learner = Learner(step, step.init(params), settings, Companions(**parts))
     for version in range(steps):
         report = learner.learn(GROUPS, version)
     arrays = {"policy": learner.params}

@@ -237,7 +237,7 @@ def test_the_learner_distils_at_the_students_likeliest_tokens(tmp_path, sizes):
     columns = learner.run_passes(packed).top_k
     assert columns is not None
     own = log_softmax(logits(policy, packed))
-    theirs = log_softmax(logits(teacher, packed)[..., :24])
+    others = log_softmax(logits(teacher, packed)[..., :24])
     wanted_ids = np.argsort(-own[..., :24], -1)[..., :5]
     np.testing.assert_array_equal(columns["teacher_ids"][packed.mask], wanted_ids[packed.mask])
     tokens = TokenRows(packed.token_ids, packed.positions, packed.segment_ids)
@@ -248,7 +248,7 @@ def test_the_learner_distils_at_the_students_likeliest_tokens(tmp_path, sizes):
         chosen = np.exp(np.take_along_axis(of, wanted_ids, -1))
         return np.concatenate([chosen, 1 - chosen.sum(-1, keepdims=True)], -1)
 
-    q, p = lump(own), lump(theirs)
+    q, p = lump(own), lump(others)
     wanted = (q * np.log(q / p)).sum(-1)
     np.testing.assert_allclose(found.divergence[packed.mask], wanted[packed.mask], atol=2e-4)
 

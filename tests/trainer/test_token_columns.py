@@ -1,4 +1,4 @@
-"""Sampling masks and expert ids beside the packed tokens: nothing is lost, moved or made up."""
+"""Sampling masks and expert ids with the packed tokens: nothing is lost, moved or made up."""
 
 import tracemalloc
 from dataclasses import replace

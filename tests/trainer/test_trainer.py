@@ -203,9 +203,9 @@ def test_an_evaluation_runs_during_the_next_update_which_is_published_after_it()
 
 
 def test_the_slice_is_not_locked_while_an_asynchronous_evaluation_is_waited_for() -> None:
-    """Several runs step on one slice: the others go on meanwhile."""
-    slice_lock, goes_on = threading.Lock(), threading.Event()
-    script = Script(evaluate=lambda: {"time/eval_s": float(goes_on.wait(60))})
+    """Several runs step on one slice: the others continue meanwhile."""
+    slice_lock, finished = threading.Lock(), threading.Event()
+    script = Script(evaluate=lambda: {"time/eval_s": float(finished.wait(60))})
     trainer = script.trainer(slice_lock, eval_async=True, total_steps=2)
     thread = threading.Thread(target=trainer.run)
     thread.start()
@@ -214,7 +214,7 @@ def test_the_slice_is_not_locked_while_an_asynchronous_evaluation_is_waited_for(
         time.sleep(0.001)
     assert slice_lock.acquire(blocking=False), "it is free for another's step"
     slice_lock.release()
-    goes_on.set()
+    finished.set()
     thread.join(60)
     assert script.events[-1] == "save 2" and "report 0" in script.events
     assert script.reports[1]["time/wait_eval_s"] > 0 and script.reports[1]["time/train_s"] >= 0

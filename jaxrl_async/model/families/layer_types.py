@@ -133,7 +133,7 @@ def written_ropes(family: Family, whole: Rope | None, windowed: Rope | None) -> 
     config: dict[str, Any] = {"rope_theta": first.theta, "rope_parameters": rope}
     if first.scaling:
         config["rope_scaling"] = rope
-    if _says_share(family, first):
+    if _has_share(family, first):
         config["partial_rotary_factor"] = first.share
     if first.scaling and first.scaling.kind == "longrope":
         config["original_max_position_embeddings"] = first.scaling.original_max_positions
@@ -145,7 +145,7 @@ def written_ropes(family: Family, whole: Rope | None, windowed: Rope | None) -> 
     return config
 
 
-def _says_share(family: Family, rope: Rope) -> bool:
+def _has_share(family: Family, rope: Rope) -> bool:
     """Return whether config.json must contain the rotated share of a head."""
     return rope.share != 1 or family.rotary_share != 1
 
@@ -153,7 +153,7 @@ def _says_share(family: Family, rope: Rope) -> bool:
 def _written(family: Family, rope: Rope) -> dict[str, Any]:
     """Return one entry of rope_parameters."""
     entries: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
-    if _says_share(family, rope):
+    if _has_share(family, rope):
         entries["partial_rotary_factor"] = rope.share
     if rope.query_growth:
         entries["llama_4_scaling_beta"] = rope.query_growth

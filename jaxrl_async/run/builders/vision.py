@@ -18,11 +18,11 @@ from jaxrl_async.model.hf import read_config
 from jaxrl_async.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from jaxrl_async.model.vision import files, reading
+    from jaxrl_async.model.vision import files, image_form
     from jaxrl_async.model.vision.tower import VisionTower
 else:
     files = Later("jaxrl_async.model.vision.files")
-    reading = Later("jaxrl_async.model.vision.reading")
+    image_form = Later("jaxrl_async.model.vision.image_form")
 
 WITH_IMAGES = ("rl", "sft")
 """Values of run.job whose records may have images."""
@@ -43,7 +43,7 @@ def image_store(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ImageS
     folder, sizes = Path(path), files.vision_spec(Path(path))
     if sizes is None:
         return None
-    form = reading.image_form(read_config(folder), sizes, spec, tokenizer)
+    form = image_form.image_form(read_config(folder), sizes, spec, tokenizer)
     if form is None:
         return None
 

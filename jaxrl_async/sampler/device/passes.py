@@ -13,7 +13,7 @@ from jaxrl_async.model import decoder
 from jaxrl_async.model.adapter_stack import layers_with_stack
 from jaxrl_async.model.attention import ragged_paged_reference
 from jaxrl_async.model.kernels import ragged_paged
-from jaxrl_async.model.moe import experts_on, id_dtype, noting, route
+from jaxrl_async.model.moe import experts_on, id_dtype, recording, route
 from jaxrl_async.model.spec import ROWS_USED
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import EngineWeights
@@ -69,7 +69,7 @@ def forward(
         mixed=spec.mixed,
         eight_bits=spec.eight_bits,
         experts=experts_on(spec.mesh, SAMPLER_RULES),
-        choose=noting(chosen) if spec.keeps_routes else route,
+        choose=recording(chosen) if spec.keeps_routes else route,
         **more,
     )
 
