@@ -6,7 +6,7 @@ sent and kept.
 Each run is `configs/addition.yaml` as it stands, with a checkpoint at its end; rank 0 trains all
 weights at its learning rate, an adapter at ten times that. The table has one row for each rank:
 held-out accuracy at steps 0, 30 and the last (mean of the seeds, and least and most at the last),
-bytes of one version as it is sent, memory of the optimizer beside the weights, size of a
+bytes of one version as it is sent, memory of the optimizer next to the weights, size of a
 checkpoint, and seconds of an update (median over updates and seeds, once everything is compiled).
 """
 
@@ -111,12 +111,12 @@ def accuracy(lines: list[Line], step: int) -> float:
 
 def update_s(line: Line) -> float:
     """Return the seconds of an update, without its evaluation and checkpoint."""
-    beside = ("time/eval_s", "time/save_s")
-    return line["time/step_s"] - sum(line.get(key, 0.0) for key in beside)
+    other = ("time/eval_s", "time/save_s")
+    return line["time/step_s"] - sum(line.get(key, 0.0) for key in other)
 
 
 def optimizer_size(config: Config, folder: Path) -> float:
-    """Return the bytes that the optimizer keeps beside what it trains."""
+    """Return the bytes that the optimizer keeps in addition to what it trains."""
     spec = Policy.from_pretrained(folder / "policy").spec
     trained = num_in(trained_table(spec, lora_of(spec, config.model.lora)))
     return float(trained * optimizer_bytes(config.trainer, config.model.param_dtype))

@@ -227,13 +227,13 @@ class JudgeScorer:
         """Return the judge's scores, before weighting. Identical answers to one task are judged
         once. Answers are ranked among the answers to their task, which may differ by member."""
         shown = [
-            _Shown(
+            _View(
                 self._transcripts.task(one, prompt, reference=self._section.show_reference),
                 self._transcripts.answer(one),
             )
             for one in episodes
         ]
-        rows: dict[_Shown, Sequence[float]] = {}
+        rows: dict[_View, Sequence[float]] = {}
         failures: list[Unjudged] = []
 
         async def ask_all() -> None:
@@ -257,7 +257,7 @@ class JudgeScorer:
         neutral = self._neutral([rows[one] for one in shown if one in rows])
         return tuple(self._score(rows.get(one, neutral)) for one in shown)
 
-    def _question(self, shown: Sequence["_Shown"]) -> JudgeQuestion:
+    def _question(self, shown: Sequence["_View"]) -> JudgeQuestion:
         return about_answers(
             self._rubric,
             shown[0].task,
@@ -294,14 +294,14 @@ class JudgeScorer:
         return Score(reward=self._rubric.reward(numbers), parts=parts)
 
 
-class _Shown(NamedTuple):
+class _View(NamedTuple):
     """What the judge sees of one episode."""
 
     task: JudgedTask
     answer: str
 
 
-def _questions_of(shown: Sequence[_Shown], *, ranked: bool) -> list[list[_Shown]]:
+def _questions_of(shown: Sequence[_View], *, ranked: bool) -> list[list[_View]]:
     """Return the answers of each question, without duplicates: one answer, or all answers to one
     task if they are ranked."""
     different = sorted(  # in an order that is arbitrary but reproducible

@@ -47,14 +47,14 @@ STAGES = ("on_begin", "on_step", "on_evaluation", "on_save", "on_end")
 class Callbacks:
     """All callbacks of a run, and the caller's `on_step`."""
 
-    def __init__(self, given: Sequence[Callback], on_step: OnStep | None) -> None:
-        self._given, self._on_step = tuple(given), on_step
+    def __init__(self, callbacks: Sequence[Callback], on_step: OnStep | None) -> None:
+        self._callbacks, self._on_step = tuple(callbacks), on_step
         self._failure: BaseException | None = None  # of on_save, raised by the next step
 
     def begin(self, config: Config, folder: Path) -> None:
         """Call on_begin."""
-        for one in self._given:
-            one.on_begin(config, folder)
+        for callback in self._callbacks:
+            callback.on_begin(config, folder)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Call on_evaluation, if there are metrics of one, and on_step."""
@@ -62,27 +62,27 @@ class Callbacks:
             self._failure = None
             raise failure
         evaluated = {key: value for key, value in metrics.items() if key.startswith("eval/")}
-        for one in self._given:
+        for callback in self._callbacks:
             if evaluated:
-                one.on_evaluation(step, evaluated)
-            one.on_step(step, metrics)
+                callback.on_evaluation(step, evaluated)
+            callback.on_step(step, metrics)
         if self._on_step is not None:
             self._on_step(step, metrics)
 
     def saved(self, step: int, folder: Path) -> None:
         """Call on_save; keep the first exception for the next step, or the end."""
-        for one in self._given:
+        for callback in self._callbacks:
             try:
-                one.on_save(step, folder)
+                callback.on_save(step, folder)
             except Exception as error:
                 if not isinstance(error, StopTraining):
-                    log.exception("%s.on_save failed", type(one).__name__)
+                    log.exception("%s.on_save failed", type(callback).__name__)
                 self._failure = self._failure or error
 
     def end(self, folder: Path, weights: Path | None) -> None:
         """Call on_end. Raise the exception of an on_save after the last step."""
-        for one in self._given:
-            one.on_end(folder, weights)
+        for callback in self._callbacks:
+            callback.on_end(folder, weights)
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure

@@ -77,7 +77,7 @@ def test_the_tools_of_a_record_are_shown(tmp_path, given, column):
 def test_a_call_of_a_table_is_taught_with_its_own_arguments(tmp_path):
     """A table gives each call the arguments of all others, with null."""
 
-    def said(**arguments):
+    def turn(**arguments):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
         return [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
@@ -87,14 +87,14 @@ def test_a_call_of_a_table_is_taught_with_its_own_arguments(tmp_path):
             yield json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
 
     written = [{"a": 1, "deep": [{"x": 1}]}, {"b": "x", "deep": [{"y": {"z": 2}}]}]
-    table = pa.table({"messages": [said(**one) for one in written], "answer": ["1", "2"]})
+    table = pa.table({"messages": [turn(**one) for one in written], "answer": ["1", "2"]})
     pq.write_table(table, tmp_path / "d.parquet")
     assert [call["arguments"] for call in taught(tmp_path / "d.parquet")] == written
     for given in (table, table.to_pandas()):
         for record, right in zip(_records(given, "data"), written, strict=True):
             (call,) = record["messages"][1]["tool_calls"]
             assert call["function"]["arguments"] == right
-    own = [{"messages": said(a=None), "answer": "1"}]
+    own = [{"messages": turn(a=None), "answer": "1"}]
     (tmp_path / "d.jsonl").write_text(json.dumps(own[0]))
     (call,) = taught(tmp_path / "d.jsonl")
     assert call["arguments"] == {"a": None}, "somebody wrote it"
@@ -165,12 +165,12 @@ def test_messages_as_json_text_are_messages(tmp_path):
 
 
 def test_a_conversation_of_ultrafeedbacks_layout_is_a_pair(tmp_path):
-    def said(text):
+    def turn(text):
         return [*ASKED, {"role": "assistant", "content": text}]
 
     def pairs(prompt):
         path = tmp_path / "p.jsonl"
-        record = {"prompt": prompt, "chosen": said("3"), "rejected": json.dumps(said("4"))}
+        record = {"prompt": prompt, "chosen": turn("3"), "rejected": json.dumps(turn("4"))}
         path.write_text(json.dumps(record))
         return read_preferences(path, section(), TOKENIZER, max_tokens=500)
 
@@ -194,7 +194,7 @@ def test_labels_may_be_numbers(tmp_path, labels):
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "message"),
     [
         ({"prompt": "a", "completion": "b", "label": 2}, "the label is '2'"),
         ({"prompt": "a", "completion": "b", "label": "yes"}, "the label is 'yes'"),
@@ -202,10 +202,10 @@ def test_labels_may_be_numbers(tmp_path, labels):
         ({"chosen": "a", "rejected": "b"}, "expected 'prompt'"),
     ],
 )
-def test_a_pair_that_lacks_something_says_what(tmp_path, record, said):
+def test_a_pair_that_lacks_something_says_what(tmp_path, record, message):
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps(record))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_preferences(path, section(), BARE, max_tokens=50)
 
 
@@ -288,21 +288,21 @@ def test_a_packed_file_is_read(tmp_path, pack):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('{"question": "a"}'.encode("utf-16"), "UTF-16"),
         (b"PK\x03\x04abc", "a zip archive"),
         (b"\x28\xb5\x2f\xfdabc", "compressed with zstd"),
     ],
 )
-def test_a_file_of_another_kind_is_refused_by_its_kind(tmp_path, content, said):
-    with pytest.raises(DataError, match=said):
+def test_a_file_of_another_kind_is_refused_by_its_kind(tmp_path, content, message):
+    with pytest.raises(DataError, match=message):
         read(tmp_path, content)
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("d.json", b' [{"question": "a"}]', "a list of records"),
         ("d.json", b'{\n  "question": "a",\n  "answer": "1"\n}\n', "object on several lines"),
@@ -311,9 +311,9 @@ def test_a_file_of_another_kind_is_refused_by_its_kind(tmp_path, content, said):
         ("d.jsonl", b"SQLite format 3", "a database"),
     ],
 )
-def test_a_packed_file_is_refused_by_what_it_holds(tmp_path, pack, name, content, said):
+def test_a_packed_file_is_refused_by_what_it_holds(tmp_path, pack, name, content, message):
     ending = {gzip.compress: ".gz", bz2.compress: ".bz2", lzma.compress: ".xz"}.get(pack, "")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read(tmp_path, pack(content), name + ending)
 
 

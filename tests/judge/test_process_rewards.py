@@ -40,11 +40,11 @@ def decode(ids):
 
 def episode(runs: list[list[int]], starts: tuple[int, ...] = (0,), version: int = 0) -> Episode:
     """Turns of drawn tokens, each after a token that was not drawn."""
-    ids, drawn = [], []
+    ids, sampled = [], []
     for run in runs:
         ids += [0, *run]
-        drawn += [False, *(True for _ in run)]
-    flags = np.array(drawn, bool)
+        sampled += [False, *(True for _ in run)]
+    flags = np.array(sampled, bool)
     return Episode(
         token_ids=np.array(ids, np.int32),
         drawn=flags,

@@ -47,7 +47,7 @@ def totals(lines: list[dict]) -> dict[str, float]:
     return {k: n for k, n in sums.items() if n}
 
 
-def assert_each_group_has_one_fate(folder: Path) -> None:
+def assert_each_group_has_one_outcome(folder: Path) -> None:
     lines = [json.loads(s) for s in (folder / "addition/ledger.jsonl").read_text().splitlines()]
     trained = [line["group"] for line in lines if line["fate"] == "trained"]
     ended = [line["group"] for line in lines if line["fate"] != "admitted"]
@@ -96,7 +96,7 @@ def test_a_run_with_two_samplers_survives_everything_at_once(tmp_path: Path) -> 
         assert found.get(name, 0) >= 1, (name, found)
     assert "samplers_lost" not in found
     assert all(line["staleness/max"] <= 1 for line in lines[1:])
-    assert_each_group_has_one_fate(tmp_path)
+    assert_each_group_has_one_outcome(tmp_path)
 
 
 NOT_AT_FIRST = """

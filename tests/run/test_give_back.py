@@ -36,7 +36,7 @@ PER_STEP = 2
 # ---- one process
 
 
-def drawn_once(reuse=1, ledger=None, **how):
+def taken_once(reuse=1, ledger=None, **how):
     settings = BufferSettings(groups_per_step=PER_STEP, max_staleness=2, reuse=reuse, **how)
     buffer = ReplayBuffer(settings, ledger=ledger)
     for ticket in buffer.admit(0):
@@ -46,7 +46,7 @@ def drawn_once(reuse=1, ledger=None, **how):
 
 @pytest.mark.parametrize("reuse", [1, 2])
 def test_what_is_given_back_is_drawn_again_and_counts_once(reuse):
-    buffer, first = drawn_once(reuse)
+    buffer, first = taken_once(reuse)
     before, counted = buffer.state(), buffer.stats()
     if reuse > 1:  # the second draw takes kept groups, too
         buffer.set_live(1)

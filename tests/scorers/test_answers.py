@@ -651,8 +651,8 @@ def no_process_stays():
 @pytest.mark.full
 def test_graders_read_the_answer_that_is_meant():
     each = [
-        (grader, *asked)
-        for graders, *asked in VERDICTS
+        (grader, *case)
+        for graders, *case in VERDICTS
         for grader in (graders if graders is BOTH else (graders,))
     ]
     found = [(g.__name__, c, r, int(g(c, r)["correct"])) for g, c, r, _ in each]
@@ -770,18 +770,18 @@ def test_thinking_that_the_prompt_opened_counts_as_opened():
 
     def judged(grader, prompt, answer):
         ids = np.array([ord(c) for c in prompt + answer], np.int32)
-        drawn = np.arange(len(ids)) >= len(prompt)
+        sampled = np.arange(len(ids)) >= len(prompt)
         episode = Episode(
             token_ids=ids,
-            drawn=drawn,
+            drawn=sampled,
             logprobs=np.zeros(len(ids), np.float32),
-            versions=np.where(drawn, 0, -1).astype(np.int32),
+            versions=np.where(sampled, 0, -1).astype(np.int32),
             stop=StopReason.EOS,
         )
-        asked = Prompt(prompt_id=0, position=0, token_ids=ids[~drawn], text="q", reference="5")
+        of = Prompt(prompt_id=0, position=0, token_ids=ids[~sampled], text="q", reference="5")
         judges = [Judge(function=grader, name="grader")]
         scorer = RewardScorer(judges, spell, timeout_s=20.0)
-        (score,) = asyncio.run(scorer((episode,), asked))
+        (score,) = asyncio.run(scorer((episode,), of))
         return score.reward
 
     for grader in (exact, gsm8k, math):

@@ -204,9 +204,9 @@ def test_exact_and_gsm8k_pay_for_what_is_right_alone(
 
 @pytest.mark.full
 def test_math_pays_for_what_is_right_alone():
-    asked = [(c, r, same) for c, r, _, _, same in VERDICTS if same is not NOT_ASKED]
-    found = [(c, r, math(c, r)["correct"]) for c, r, _ in asked]
-    assert len(asked) > 100 and found == asked
+    cases = [(c, r, same) for c, r, _, _, same in VERDICTS if same is not NOT_ASKED]
+    found = [(c, r, math(c, r)["correct"]) for c, r, _ in cases]
+    assert len(cases) > 100 and found == cases
 
 
 @given(completion=st.text(), reference=st.text().filter(str.strip))

@@ -155,14 +155,14 @@ THINKING = (
 def test_messages_as_json_text_are_a_conversation_for_rewards_too():
     """They are for the policy, see data/records.py."""
 
-    def asked_and_said(prompts, completions):
+    def prompts_and_answers(prompts, completions):
         assert prompts == [[{"role": "user", "content": "4 + 4?"}]] * 2
         return [float(c == [{"role": "assistant", "content": "8"}]) for c in completions]
 
     messages = ({"role": "user", "content": "4 + 4?"},)
     for name in ("prompt", "messages", "question"):
         of = replace(record("4 + 4?", messages=messages), columns={name: json.dumps(messages)})
-        assert rewards(asked_and_said, of, "8", "9") == [1, 0]
+        assert rewards(prompts_and_answers, of, "8", "9") == [1, 0]
     of = record("[4]", messages=({"role": "user", "content": "[4]"},), question="[4]")
     assert rewards(lambda completions: [float(c == "8") for c in completions], of, "8") == [1]
 
@@ -180,11 +180,11 @@ def test_conversational_completions_are_lists_of_messages():
     assert rewards(think_format, of, *texts) == [1, 0, 0]
     seen = []
 
-    def asked(prompts, completions):
+    def score_turns(prompts, completions):
         seen.extend(prompts)
         return [float(c[-1]["role"] == "assistant") for c in completions]
 
-    assert rewards(asked, of, "8", "9") == [1, 1]
+    assert rewards(score_turns, of, "8", "9") == [1, 1]
     assert seen == [[{"role": "user", "content": "What is 4 + 4?"}]] * 2
     of = record("What is 4 + 4?", messages=messages)  # a text, asked in a chat format
     assert rewards(lambda completions: [float(c == "8") for c in completions], of, "8") == [1]
@@ -460,8 +460,8 @@ async def later(completion, tests, columns, spec, numbers, messages, episode):
 @pytest.mark.parametrize("function", [one, many, of_group, later, lambda **all: one(**all)])
 def test_nothing_that_a_function_does_reaches_the_next_call(function):
     columns = {"tests": [3, 1, 2], "spec": {"deep": [{"a": 1}]}, "numbers": np.ones(3)}
-    asked = ({"role": "user", "content": "q?"},)
-    of = record("q?", messages=asked, **columns)
+    question = ({"role": "user", "content": "q?"},)
+    of = record("q?", messages=question, **columns)
     episodes = [answer(t, score=Score(reward=1.0, parts={"p": 1.0})) for t in ("ab", "cd")]
     for _ in range(2):
         assert rewards(function, of, *episodes) == [1, 1]

@@ -705,7 +705,7 @@ def test_thinking_is_seen_where_its_marks_are_special_tokens(opening, closing, s
 
     assert paid(f"{opening}maybe \\boxed{{5}}{closing}The answer is 7") == 0
     assert paid(f"{opening}it may be 5") == 0, "thinking never ends"
-    assert paid("so 5", asked=f"q{opening}") == 0, "the prompt opened it"
-    assert paid(f"or 7 {closing}it is 5", asked=f"q{opening}") == 1
+    assert paid("so 5", before=f"q{opening}") == 0, "the prompt opened it"
+    assert paid(f"or 7 {closing}it is 5", before=f"q{opening}") == 1
     assert paid(f"{opening}7{closing}so 7{opening}8{closing}The answer is 5") == 1
     assert paid("so 5") == 1

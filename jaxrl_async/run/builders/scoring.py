@@ -267,8 +267,8 @@ def check_reward_parts(
         log.info("answers are rewarded by %s", where)
         tried = try_once(scorers.evaluation, example, tokenizer.encode, where)
         of_function, all_known = tried.parts, not tried.left_out
-        beside_judge = reward.judged and reward.model is None
-        alone = FUNCTIONS if beside_judge else FUNCTION
+        with_judge = reward.judged and reward.model is None
+        alone = FUNCTIONS if with_judge else FUNCTION
         parts |= of_function.keys() or ({alone} if parts else set())
     if task.judges or not all_known:
         return

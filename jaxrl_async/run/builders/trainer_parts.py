@@ -51,7 +51,7 @@ def make_trainer(
         settings=TrainerSettings(
             total_steps=config.run.steps,
             eval_every=(config.eval.every, *(one.every for one in config.named_evals.values())),
-            eval_async=_evaluates_beside(config.eval, lockstep),
+            eval_async=_evaluates_async(config.eval, lockstep),
             save_every=config.checkpoint.every,
             max_skipped_steps=config.trainer.max_skipped_steps,
             pacing=make_pacing(config.staleness, config.lowest_limit),
@@ -71,7 +71,7 @@ def step_traces(
     return StepTraces(root, steps, process, samplers)
 
 
-def _evaluates_beside(section: EvalSection, lockstep: Lockstep) -> bool:
+def _evaluates_async(section: EvalSection, lockstep: Lockstep) -> bool:
     """Return whether evaluations run during updates, which needs a single trainer process."""
     if section.asynchronous and lockstep.count > 1:
         log.warning(

@@ -156,16 +156,16 @@ def test_the_mix_has_just_the_drops_that_the_buffer_has():
         {name: TaskMix(weight=1.0, most=9.0) for name in "ab"},
     )
     buffer = ReplayBuffer(SETTINGS, dropped=mix.dropped)
-    tickets, drawn = [*buffer.admit(0)], [next(mix) for _ in range(4)]
-    assert [prompt.task for prompt in drawn] == ["a", "b", "a", "b"]
+    tickets, taken = [*buffer.admit(0)], [next(mix) for _ in range(4)]
+    assert [prompt.task for prompt in taken] == ["a", "b", "a", "b"]
 
     def fails(number):
-        buffer.fail(tickets[number], drawn[number], Drop.FAILED)
+        buffer.fail(tickets[number], taken[number], Drop.FAILED)
 
     def fails_later():
         fails(2)
         tickets.extend(buffer.admit(0))
-        drawn.append(next(mix))
+        taken.append(next(mix))
         fails(4)
 
     fails(0)

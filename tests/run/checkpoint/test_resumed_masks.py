@@ -23,12 +23,12 @@ from jaxrl_async.types import Completion, StopReason, Ticket
 pytestmark = pytest.mark.full
 
 
-def completion(drawn: int) -> Completion:
+def completion(length: int) -> Completion:
     return Completion(
         request_id="a",
-        token_ids=np.arange(drawn, dtype=np.int32),
-        logprobs=np.zeros(drawn, np.float32),
-        versions=np.zeros(drawn, np.int32),
+        token_ids=np.arange(length, dtype=np.int32),
+        logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int32),
         stop=StopReason.EOS,
     )
 
@@ -66,16 +66,16 @@ def resumed(of: RolloutsState, before: Config, now: Config) -> RolloutsState:
 def test_answers_from_the_whole_vocabulary_get_masks_that_leave_nothing_out(caplog):
     filled = resumed(state(), config_of(), config_of(top_p=0.9))
     groups = [filled.buffer.ready[0], filled.buffer.kept[0][0]]
-    drawn = [e for g in groups for e in g.episodes]
-    assert drawn and filled.buffer.kept[0][1] == 1
-    for episode in drawn:
+    episodes = [e for g in groups for e in g.episodes]
+    assert episodes and filled.buffer.kept[0][1] == 1
+    for episode in episodes:
         assert episode.kept is not None and not len(episode.kept.ids)
         assert episode.kept.starts.tolist() == [0] * (episode.num_drawn + 1)
     played = filled.groups[0].episodes[0]
     assert played.completion is not None and played.completion.kept is not None
     assert played.completion.kept.starts.tolist() == [0, 0, 0, 0]
     assert played.turns[0].completion.kept is not None
-    assert f"{len(drawn) + 2} answers that are not trained on yet" in caplog.text
+    assert f"{len(episodes) + 2} answers that are not trained on yet" in caplog.text
     again = resumed(filled, config_of(top_p=0.9), config_of(top_p=0.9))
     assert again is filled, "all have masks now"
 
