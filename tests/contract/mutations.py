@@ -1803,7 +1803,7 @@ GROUPS = (
             ('{"constant": {"divisor": max_new_tokens}}', '{"constant": {"divisor": 48}}'),
             ("choices.devices - samplers", "choices.devices"),
             ("if key not in SIZES", "if key in SIZES or True"),
-            ("holds_mark = found is not None and", "holds_mark = found is None and"),
+            ("holds_mark = column is not None and", "holds_mark = column is None and"),
         ),
     ),
     Group(
