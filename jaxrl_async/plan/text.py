@@ -133,8 +133,8 @@ def _program(program: Compiled, time: Timing | None) -> list[str]:
     return lines
 
 
-def _hosts(talk: Collective) -> str:
-    return ", of several hosts" if 0 < talk.near < talk.group else ""
+def _hosts(collective: Collective) -> str:
+    return ", of several hosts" if 0 < collective.near < collective.group else ""
 
 
 def _refused(plan: Plan) -> list[str]:

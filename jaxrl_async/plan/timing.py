@@ -204,10 +204,10 @@ def _attention_s(kernel: Kernel, where: Slice) -> float:
     return kernel.flops / chip.peak_flops / share
 
 
-def collective_s(talk: Collective, where: Slice) -> float:
+def collective_s(one: Collective, where: Slice) -> float:
     """Return the seconds of a collective: bytes over the group's links, plus its ring's latency."""
-    if talk.axes == BETWEEN_SLICES:
-        return talk.num_bytes / where.chip.dcn_bytes_per_s
+    if one.axes == BETWEEN_SLICES:
+        return one.num_bytes / where.chip.dcn_bytes_per_s
     hop_s = CARD_HOP_S if where.chip.is_card else HOP_S
-    rate = where.sent_bytes_per_s(talk.group, talk.near, in_a_ring=talk.kind in RINGS)
-    return talk.num_bytes / rate + talk.times * hop_s * talk.group / 2
+    rate = where.sent_bytes_per_s(one.group, one.near, in_a_ring=one.kind in RINGS)
+    return one.num_bytes / rate + one.times * hop_s * one.group / 2
