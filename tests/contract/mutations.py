@@ -1750,7 +1750,7 @@ GROUPS = (
         (
             ("(-_changed_at(path), path)", "(_changed_at(path), path)"),
             ("path.name != WARM_START and", "path.name and"),
-            ("end not in alike and", ""),
+            ("end not in ambiguous and", ""),
         ),
     ),
     Group(
