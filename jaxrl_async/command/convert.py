@@ -25,8 +25,8 @@ from pathlib import Path
 from jaxrl_async.config.load import load
 from jaxrl_async.config.peers.counterpart import DEVICES, RECORDS, converted
 from jaxrl_async.config.peers.peer_files import (
+    fields_of_args,
     fields_of_file,
-    fields_of_words,
     nested,
     peer_of,
     written,
@@ -71,7 +71,7 @@ def _converted(own: dict[str, str], args: list[str], *, source: str) -> int:
     if out is not None and out.exists():
         raise ConfigError(f"{out} already exists. Give a new file.")
     devices, records = (_number(own.get(name), name) for name in (DEVICES, RECORDS))
-    values = fields_of_words(args)
+    values = fields_of_args(args)
     peer = peer_of(source)
     if peer is None:
         peer, of_file = fields_of_file(Path(source))
@@ -86,7 +86,7 @@ def _converted(own: dict[str, str], args: list[str], *, source: str) -> int:
         except OSError as error:
             raise ConfigError(f"{out}: {error.strerror}. Give a new file.") from None
         print(f"{out}: {len(conversion.settings)} settings of {peer.name}'s", file=sys.stderr)
-    for name, reason in conversion.left.items():
+    for name, reason in conversion.unconverted.items():
         print(f"no counterpart: {name}: {reason}", file=sys.stderr)
     try:
         load(nested(conversion.settings), where="the converted settings")
