@@ -151,8 +151,8 @@ def _worst(
         kinds = {**resident, **more}
         program = programs[name]
         used = sum(v for k, v in kinds.items() if k in ARGUMENTS[name])
-        asked = max(0.0, program.needed_bytes - used)
-        kinds["activations and temporaries"] = max(program.temp_bytes, asked)
+        requested = max(0.0, program.needed_bytes - used)
+        kinds["activations and temporaries"] = max(program.temp_bytes, requested)
         candidates.append(
             Memory(
                 kinds={k: v for k, v in kinds.items() if v},

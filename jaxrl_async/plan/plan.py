@@ -316,8 +316,8 @@ def pages_at(kv: MemoryPlan, context: float) -> float:
     """Return the pages of a sequence of this length, on average over its end position in a page;
     for layers with a window at most the pages that it keeps."""
     whole = context / kv.page_tokens + 1
-    kept = (g.pages_behind(kv.page_tokens) + 2 if g.window else whole for g in kv.layout.groups)
-    return sum(min(whole, pages) for pages in kept)
+    held = (g.pages_behind(kv.page_tokens) + 2 if g.window else whole for g in kv.layout.groups)
+    return sum(min(whole, pages) for pages in held)
 
 
 def read_tokens(spec: ModelSpec, page_tokens: int, context: float) -> float:
@@ -540,10 +540,10 @@ def between_slices(
         "update": epochs * config.algorithm.minibatches,
     }
     sent = sum(
-        runs.get(program.name, 0.0) * talk.num_bytes
+        runs.get(program.name, 0.0) * collective.num_bytes
         for program in trainer.programs
-        for talk in program.cost.collectives
-        if talk.axes == BETWEEN_SLICES
+        for collective in program.cost.collectives
+        if collective.axes == BETWEEN_SLICES
     )
     return BetweenSlices(
         slices=trainer.where.count,

@@ -44,8 +44,8 @@ TRANSPORTS: Mapping[str, Transport] = {
 
 def transport_of(config: schema.Config) -> Transport:
     """Return the transport of weights to samplers in separate processes."""
-    here = config.mesh.samplers_in == "processes"
-    auto = "shared_memory" if here else "tcp"
+    on_one_machine = config.mesh.samplers_in == "processes"
+    auto = "shared_memory" if on_one_machine else "tcp"
     transfer = config.remote_settings.transfer
     return TRANSPORTS[auto if transfer == "auto" else transfer]
 
@@ -71,20 +71,20 @@ def transfer_of(
     to each of them.
 
     Args:
-        config, places: The run.
+        config, placement: The run.
         copy_bytes: One sampler's weights.
         measured: Use the rates of this package's transports (TRANSPORTS). False: use
             the line rate of the hosts' network cards, the upper bound.
     """
     trainer, sampler = placement.trainer.chip, placement.sampler.chip
-    sends, takes = placement.slices.trainer.size, placement.slices.sampler.size
+    sends, receives = placement.slices.trainer.size, placement.slices.sampler.size
     how = config.mesh.samplers_in
     if how == "threads":
         sent_s = copy_bytes * placement.num_samplers / (sends * trainer.ici_bytes_per_s / 2)
-        return max(sent_s, copy_bytes / (takes * sampler.ici_bytes_per_s / 2)), None
-    apart, hosts = how == "external", hosts_of(placement.slices.sampler)
-    rates = [sends * trainer.dcn_bytes_per_s, takes * sampler.dcn_bytes_per_s]
-    if not apart:
+        return max(sent_s, copy_bytes / (receives * sampler.ici_bytes_per_s / 2)), None
+    is_external, hosts = how == "external", hosts_of(placement.slices.sampler)
+    rates = [sends * trainer.dcn_bytes_per_s, receives * sampler.dcn_bytes_per_s]
+    if not is_external:
         rates = [TRANSPORTS["shared_memory"].bytes_per_s or 0.0] * 2
     elif measured:
         transport, processes = transport_of(config), (hosts_of(placement.slices.trainer), hosts)
@@ -92,7 +92,7 @@ def transfer_of(
             carried_bytes_per_s(transport, n, rate)
             for n, rate in zip(processes, rates, strict=True)
         ]
-    passed_on = apart and hosts == 1 and config.remote_settings.transfer in ("auto", "tcp")
+    passed_on = is_external and hosts == 1 and config.remote_settings.transfer in ("auto", "tcp")
     tree = TransferTree(
         num_bytes=copy_bytes,
         trainer_bytes_per_s=rates[0],
@@ -100,7 +100,7 @@ def transfer_of(
         fanout=config.remote_settings.fanout if passed_on else placement.num_samplers,
         offer_s=copy_bytes / (sends * HOST_LINK_BYTES_PER_S),
         hop_s=HOP_S,
-        stage_s=copy_bytes / (takes * HOST_LINK_BYTES_PER_S),
+        stage_s=copy_bytes / (receives * HOST_LINK_BYTES_PER_S),
     )
     return tree_s(tree, placement.num_samplers), tree
 
