@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxrl_async.command.front_door import main
+from jaxrl_async.command.entry_point import main
 
 if __name__ == "__main__":
     sys.exit(main())

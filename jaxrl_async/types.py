@@ -238,7 +238,7 @@ class KeptTokens:
 
     ids: IntArray  # [sum of the sets] int32, ascending in each set
     starts: IntArray  # [sets + 1] int32: set s is ids[starts[s] : starts[s + 1]]
-    which: IntArray | None = None  # [drawn] int32, the set of each token; None: token t has set t
+    which: IntArray | None = None  # [sampled] int32, the set of each token; None: token t has set t
     left_out: BoolArray | None = None  # [sets] it holds the impossible ids; None: no set does
     vocab: int = 0  # number of ids that a set with impossible ids excludes them from
 
@@ -249,7 +249,7 @@ class KeptTokens:
 
     @property
     def set_of(self) -> IntArray:
-        """The set of each generated token, [drawn]."""
+        """The set of each generated token, [sampled]."""
         sets = np.arange(len(self.starts) - 1, dtype=np.int32)
         return sets if self.which is None else self.which
 
@@ -261,7 +261,7 @@ class KeptTokens:
 
     @property
     def sizes(self) -> IntArray:
-        """Number of possible ids of each generated token, [drawn]; 0: the whole vocabulary."""
+        """Number of possible ids of each generated token, [sampled]; 0: the whole vocabulary."""
         listed = np.diff(self.starts)
         possible = np.where(self.holds_impossible & (listed > 0), self.vocab - listed, listed)
         return possible.astype(np.int32)[self.set_of]
@@ -277,7 +277,7 @@ class KeptTokens:
         return np.flatnonzero(possible).astype(np.int32)
 
     def excludes(self, token_ids: IntArray) -> BoolArray:
-        """Return whether the mask of each generated token excludes it, [drawn]."""
+        """Return whether the mask of each generated token excludes it, [sampled]."""
         end = 1 + max(int(self.ids.max(initial=0)), int(token_ids.max(initial=0)))
         counts, sets = np.diff(self.starts), self.set_of
         keys = np.repeat(np.arange(len(counts)), counts) * end + self.ids
@@ -327,13 +327,13 @@ class TokenRecord:
     Another value for each token is one more field here: `columns` and `first` carry all of them.
     """
 
-    token_ids: IntArray  # [drawn] int32, the stop token included
-    logprobs: FloatArray  # [drawn] float32, under the sampling distribution; NaN: not reported
-    versions: IntArray  # [drawn] int32, policy version of the logits; never decreases
-    full_logprobs: FloatArray | None = None  # [drawn] under the full distribution at temperature 1
+    token_ids: IntArray  # [sampled] int32, the stop token included
+    logprobs: FloatArray  # [sampled] float32, under the sampling distribution; NaN: not reported
+    versions: IntArray  # [sampled] int32, policy version of the logits; never decreases
+    full_logprobs: FloatArray | None = None  # [sampled] of the full distribution at temperature 1
     kept: KeptTokens | None = None  # the tokens that top-k, top-p or min-p allowed
-    # [prompt + drawn - 1, layers, experts per token] int8 or int16 (model.moe.id_dtype): experts of
-    # each token in the pass that sampled the next token or, in the prompt, that computed its KV.
+    # [prompt + sampled - 1, layers, experts per token] int8 or int16 (model.moe.id_dtype): experts
+    # of each token in the pass that sampled the next token or, in the prompt, that computed its KV.
     # The last token has none: it produced no logits. [0, ...]: nothing was generated. None: the
     # sampler runs without keep_routing
     expert_ids: ExpertIds | None = None
@@ -473,7 +473,7 @@ class Episode:
         logprobs  = [0 0 0 a a 0 0 b]     versions = [- - - 7 7 - - 9]     # '-' is NOT_DRAWN
 
     If history was rewritten (compaction, dropped thinking, a sub-agent), the policy saw several
-    contexts. They are concatenated, each with positions from 0; a generated token is drawn in one
+    contexts. They are concatenated, each with positions from 0; a generated token is sampled in one
     of them:
         token_ids = [P P A A | S T B]     starts   = (0, 4)
     """

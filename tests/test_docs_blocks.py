@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxrl_async.command.front_door import COMMANDS
+from jaxrl_async.command.entry_point import COMMANDS
 from jaxrl_async.config.load import load
 
 pytestmark = pytest.mark.full

@@ -21,7 +21,7 @@ def env(work: Work) -> None:
 
     versions = {name: version_of(name) for name in PACKAGES if version_of(name)}
     work.report("versions", {"python": platform.python_version(), "packages": versions})
-    words = [sys.executable, "-m", "jaxrl_async.command.front_door", "doctor"]
+    words = [sys.executable, "-m", "jaxrl_async.command.entry_point", "doctor"]
     done = subprocess.run(words, capture_output=True, text=True)  # before JAX takes the device here
     lines = (done.stdout + done.stderr).strip().splitlines()
     lines = [x.strip() for x in lines if x.strip().startswith(("warning", "error"))]

@@ -57,7 +57,7 @@ class ConversationAnswer:
     text: str
     stop: StopReason  # CANCELLED: the caller stopped it
     prompt_tokens: int  # of the whole conversation before the answer
-    token_ids: IntArray  # [drawn] int32, the stop token included
+    token_ids: IntArray  # [sampled] int32, the stop token included
     latency_s: float
 
 
@@ -85,7 +85,7 @@ def with_question(
 
 
 def with_answer(turns: Transcript, token_ids: IntArray, chat: ChatFormat | None) -> Transcript:
-    """Return the turns with the policy's answer, [drawn] int32, whose tokens are kept as they
+    """Return the turns with the policy's answer, [sampled] int32, whose tokens are kept as they
     are."""
     tokens = np.concatenate([turns.token_ids, token_ids]).astype(np.int32)
     messages = () if chat is None else (*turns.messages, chat.message(token_ids, ()))
@@ -254,7 +254,7 @@ def streamed(
     Args:
         sampler: of the policy.
         request: to be answered.
-        text_of: decodes tokens, [drawn] int32.
+        text_of: decodes tokens, [sampled] int32.
         stopped: ends the answer when it is set: its tokens so far are then the answer.
     """
     (future,) = sampler.start_many([request])

@@ -61,7 +61,7 @@ def from_trl(
     records = len(train_dataset) if hasattr(train_dataset, "__len__") else None
     weights = config.pop("reward_weights", None)
     conversion = converted(TRL, config, devices=devices, records=records)
-    unconverted = dict(conversion.left)
+    unconverted = dict(conversion.unconverted)
     for name, value in others.items():
         if name not in TRL.arguments:
             raise ConfigError(f"from_trl: GRPOTrainer of TRL has no argument {name}.")

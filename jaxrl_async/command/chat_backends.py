@@ -18,8 +18,8 @@ from jaxrl_async.types import Message, SamplingParams, StopReason
 if TYPE_CHECKING:  # it imports JAX, which an endpoint does not need
     from jaxrl_async.api.asker import Asker
 
-LOOK_S = 0.05
-"""How often a call of an endpoint looks whether it shall stop, seconds."""
+POLL_S = 0.05
+"""Interval at which a call of an endpoint polls whether it shall stop, seconds."""
 CONNECT_S = 10.0
 """Timeout of a connection to an endpoint, seconds."""
 
@@ -28,10 +28,10 @@ OnText = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAnswered:
+class ChatReply:
     """An answer in a chat, whose text was passed to on_text."""
 
-    num_tokens: int | None  # None: the endpoint does not say
+    num_tokens: int | None  # None: the endpoint does not report it
     latency_s: float
     cut: bool = False  # at max_new_tokens, or at the end of the room
     stopped: bool = False  # by the user
@@ -52,14 +52,14 @@ class ChatBackend(Protocol):
 
     def ask(
         self, question: str, options: ChatOptions, on_text: OnText, stopped: threading.Event
-    ) -> ChatAnswered:
+    ) -> ChatReply:
         """Answer a message; blocks until `stopped` is set or the answer is complete. Raises
         JaxrlErrors, after which the conversation is as before."""
         ...
 
     def regenerate(
         self, options: ChatOptions, on_text: OnText, stopped: threading.Event
-    ) -> ChatAnswered:
+    ) -> ChatReply:
         """Replace the last answer; as `ask`."""
         ...
 
@@ -78,27 +78,27 @@ class PolicyBackend:
 
     def ask(
         self, question: str, options: ChatOptions, on_text: OnText, stopped: threading.Event
-    ) -> ChatAnswered:
+    ) -> ChatReply:
         """Answer a message; see ChatBackend."""
-        said = self._conversation.ask(question, **_sampled_by(options, on_text, stopped))
-        return self._answered(said, options)
+        answer = self._conversation.ask(question, **_sampled_by(options, on_text, stopped))
+        return self._answered(answer, options)
 
     def regenerate(
         self, options: ChatOptions, on_text: OnText, stopped: threading.Event
-    ) -> ChatAnswered:
+    ) -> ChatReply:
         """Replace the last answer; see ChatBackend."""
-        said = self._conversation.regenerate(**_sampled_by(options, on_text, stopped))
-        return self._answered(said, options)
+        answer = self._conversation.regenerate(**_sampled_by(options, on_text, stopped))
+        return self._answered(answer, options)
 
-    def _answered(self, said: Any, options: ChatOptions) -> ChatAnswered:
+    def _answered(self, answer: Any, options: ChatOptions) -> ChatReply:
         tokens: tuple[ShownToken, ...] = ()
-        if options.logprobs is not None and len(said.token_ids):
-            tokens = self._tokens(said.prompt_tokens, options.logprobs)
-        return ChatAnswered(
-            num_tokens=len(said.token_ids),
-            latency_s=said.latency_s,
-            cut=said.stop is StopReason.LENGTH,
-            stopped=said.stop is StopReason.CANCELLED,
+        if options.logprobs is not None and len(answer.token_ids):
+            tokens = self._tokens(answer.prompt_tokens, options.logprobs)
+        return ChatReply(
+            num_tokens=len(answer.token_ids),
+            latency_s=answer.latency_s,
+            cut=answer.stop is StopReason.LENGTH,
+            stopped=answer.stop is StopReason.CANCELLED,
             tokens=tokens,
         )
 
@@ -147,34 +147,38 @@ class EndpointBackend:
 
     def ask(
         self, question: str, options: ChatOptions, on_text: OnText, stopped: threading.Event
-    ) -> ChatAnswered:
+    ) -> ChatReply:
         """Answer a message; see ChatBackend."""
-        asked = [*self._messages, {"role": "user", "content": question}]
-        return self._answered(asked, options, on_text, stopped)
+        messages = [*self._messages, {"role": "user", "content": question}]
+        return self._answered(messages, options, on_text, stopped)
 
     def regenerate(
         self, options: ChatOptions, on_text: OnText, stopped: threading.Event
-    ) -> ChatAnswered:
+    ) -> ChatReply:
         """Replace the last answer; see ChatBackend."""
         if not self._messages or self._messages[-1]["role"] != "assistant":
             raise DataError("there is no answer yet that could be replaced. Ask something first.")
         return self._answered(self._messages[:-1], options, on_text, stopped)
 
     def _answered(
-        self, asked: list[Message], options: ChatOptions, on_text: OnText, stopped: threading.Event
-    ) -> ChatAnswered:
+        self,
+        messages: list[Message],
+        options: ChatOptions,
+        on_text: OnText,
+        stopped: threading.Event,
+    ) -> ChatReply:
         begun, parts = time.perf_counter(), list[str]()
         reply = _StreamedReply()
 
-        def tell(text: str) -> None:
+        def add(text: str) -> None:
             parts.append(text)
             on_text(text)
 
-        body = chat_body(self._model, asked, options)
-        is_stopped = asyncio.run(self._streamed(body, reply, tell, stopped))
+        body = chat_body(self._model, messages, options)
+        is_stopped = asyncio.run(self._streamed(body, reply, add, stopped))
         if parts:
-            self._messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
-        return ChatAnswered(
+            self._messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+        return ChatReply(
             num_tokens=reply.num_tokens,
             latency_s=time.perf_counter() - begun,
             cut=reply.cut,
@@ -186,14 +190,14 @@ class EndpointBackend:
         self,
         body: Mapping[str, object],
         reply: "_StreamedReply",
-        tell: OnText,
+        on_text: OnText,
         stopped: threading.Event,
     ) -> bool:
         """Read an answer until it ends or `stopped` is set; return whether it was stopped. Raises
         RolloutError."""
-        reading = asyncio.ensure_future(self._read(body, reply, tell))
+        reading = asyncio.ensure_future(self._read(body, reply, on_text))
         while not reading.done():
-            await asyncio.wait({reading}, timeout=LOOK_S)
+            await asyncio.wait({reading}, timeout=POLL_S)
             if stopped.is_set() and not reading.done():
                 reading.cancel()
                 await asyncio.wait({reading})
@@ -204,7 +208,7 @@ class EndpointBackend:
         return False
 
     async def _read(
-        self, body: Mapping[str, object], reply: "_StreamedReply", tell: OnText
+        self, body: Mapping[str, object], reply: "_StreamedReply", on_text: OnText
     ) -> None:
         key, url = self._endpoint.key, self._endpoint.url.rstrip("/") + "/chat/completions"
         headers = {"Authorization": f"Bearer {key}"} if key else None
@@ -215,13 +219,13 @@ class EndpointBackend:
                 client.stream("POST", url, json=body) as response,
             ):
                 if response.status_code != httpx2.codes.OK:
-                    said = (await response.aread())[:300].decode(errors="replace")
+                    text = (await response.aread())[:300].decode(errors="replace")
                     raise RolloutError(
-                        f"{url} answers {response.status_code}: {said}. Correct the address, the "
+                        f"{url} answers {response.status_code}: {text}. Correct the address, the "
                         f"model (--model) or the key in {self._endpoint.key_variable}."
                     )
                 async for event in events_of(response.aiter_lines()):
-                    reply.take(event, tell)
+                    reply.add(event, on_text)
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise RolloutError(
                 f"no answer from {url} ({type(error).__name__}: {error}). Check that it can be "
@@ -269,14 +273,14 @@ async def events_of(lines: AsyncIterator[str]) -> AsyncIterator[Mapping[str, Any
 
 
 class _StreamedReply:
-    """What the events of a streamed chat completion say."""
+    """The answer in the events of a streamed chat completion."""
 
     def __init__(self) -> None:
         self.num_tokens: int | None = None
         self.cut = False
         self.tokens: list[ShownToken] = []
 
-    def take(self, event: Mapping[str, Any], tell: OnText) -> None:
+    def add(self, event: Mapping[str, Any], on_text: OnText) -> None:
         """Take in an event, and pass on its text. Raises RolloutError."""
         try:
             usage = event.get("usage") or {}
@@ -285,7 +289,7 @@ class _StreamedReply:
             for choice in event.get("choices") or ():
                 text = (choice.get("delta") or {}).get("content")
                 if text:
-                    tell(str(text))
+                    on_text(str(text))
                 self.cut |= choice.get("finish_reason") == "length"
                 for row in (choice.get("logprobs") or {}).get("content") or ():
                     self.tokens.append(_shown_token(row))

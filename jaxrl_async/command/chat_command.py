@@ -48,7 +48,7 @@ from jaxrl_async.shown_environment import hide_secrets
 from jaxrl_async.stuck_threads import at_exit_end_with
 
 if TYPE_CHECKING:
-    from jaxrl_async.command.chat_backends import ChatAnswered, ChatBackend
+    from jaxrl_async.command.chat_backends import ChatBackend, ChatReply
 
 KEY_VARIABLE = "JAXRL_ASYNC_KEY"
 PROMPT, MORE = ">>> ", "... "
@@ -66,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     hide_secrets((args.key_variable,))
     try:
-        given = {name: getattr(args, name) for name in OPTION_NAMES}
-        options = with_checked(ChatOptions(**given))
-        with lines_for_people(), _backend(asked := asked_as_in_run(args)) as backend:
-            system = asked.system or None
+        values = {name: getattr(args, name) for name in OPTION_NAMES}
+        options = with_checked(ChatOptions(**values))
+        with lines_for_people(), _backend(chosen := with_options_of_run(args)) as backend:
+            system = chosen.system or None
             backend.begin(system)
             interactive = sys.stdin.isatty()
             chat = Chat(
@@ -113,7 +113,7 @@ class Chat:
         """Answer until the input ends; return the exit code."""
         failed = False
         if self._interactive:
-            self._say(f"{self._backend.about}\n/help lists the commands; Ctrl-D ends.")
+            self._print(f"{self._backend.about}\n/help lists the commands; Ctrl-D ends.")
         while (line := self._next_message()) is not None:
             try:
                 command = parsed_command(line)
@@ -122,7 +122,7 @@ class Chat:
                 elif command[0] == "exit":
                     break
                 else:
-                    self._obey(*command)
+                    self._execute(*command)
             except JaxrlError as error:
                 failed = True
                 print(f"{for_terminal(str(error))}", file=self._err, flush=True)
@@ -139,12 +139,12 @@ class Chat:
                     return text.strip()
             except EOFError:
                 if self._interactive:
-                    self._say("")
+                    self._print("")
                 return None
             except KeyboardInterrupt:
                 if not self._interactive:
                     raise
-                self._say("\n(Ctrl-D or /exit ends)")
+                self._print("\n(Ctrl-D or /exit ends)")
 
     def _rest_of(self, text: str) -> str:
         """Return a message of several lines, up to its closing quotes."""
@@ -154,12 +154,12 @@ class Chat:
                 lines.append(self._read_line(MORE))
             except EOFError:
                 self._unfinished = True
-                self._remark(f"the last message is not answered: its closing {QUOTES} is missing")
+                self._note(f"the last message is not answered: its closing {QUOTES} is missing")
                 raise
         lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
         return "\n".join(lines)
 
-    def _obey(self, name: str, argument: str) -> None:
+    def _execute(self, name: str, argument: str) -> None:
         """Carry out a command. Raises JaxrlErrors."""
         if name == "regenerate":
             self._answer(self._backend.regenerate)
@@ -167,13 +167,13 @@ class Chat:
             system = self._system if name == "reset" else argument or None
             self._backend.begin(system)
             self._system = system
-            self._remark("a new conversation begins")
+            self._note("a new conversation begins")
         elif name == "set" and argument:
             self._options = changed_options(self._options, argument)
         else:
-            self._say(options_text(self._options) if name == "set" else help_text())
+            self._print(options_text(self._options) if name == "set" else help_text())
 
-    def _answer(self, answer: Callable[..., "ChatAnswered"]) -> None:
+    def _answer(self, answer: Callable[..., "ChatReply"]) -> None:
         """Print an answer while it is sampled. Raises JaxrlErrors, and KeyboardInterrupt if Ctrl-C
         stopped it while messages are piped."""
         ended_line = True
@@ -189,22 +189,22 @@ class Chat:
                 done = answer(self._options, show, stopped)
             finally:
                 if not ended_line:
-                    self._say("")
+                    self._print("")
         if done.num_tokens == 0 and not done.stopped:
-            self._remark("the answer is empty")
+            self._note("the answer is empty")
         if done.tokens:
-            self._say("\n".join(map(for_terminal, token_lines(done.tokens))))
+            self._print("\n".join(map(for_terminal, token_lines(done.tokens))))
         if done.stopped and not self._interactive:
             raise KeyboardInterrupt
         if done.stopped:
-            self._remark("stopped")
+            self._note("stopped")
         elif done.cut:
-            self._remark(f"cut off after {done.num_tokens} tokens; see /set max_new_tokens")
+            self._note(f"cut off after {done.num_tokens} tokens; see /set max_new_tokens")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(text, file=self._out, flush=True)
 
-    def _remark(self, text: str) -> None:
+    def _note(self, text: str) -> None:
         """Print something that is no part of an answer."""
         print(f"({text})", file=self._out if self._interactive else self._err, flush=True)
 
@@ -262,9 +262,9 @@ def _backend(args: argparse.Namespace) -> Any:
 
 def _refuse(args: argparse.Namespace, what: str, names: Sequence[str]) -> None:
     """Raise ConfigError if options are given that would not be used."""
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: {args.policy} is {what}. Leave it out.")
+    unused = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
+    if unused:
+        raise ConfigError(f"{', '.join(unused)}: {args.policy} is {what}. Leave it out.")
 
 
 @contextmanager
@@ -272,7 +272,7 @@ def _loaded(args: argparse.Namespace, backends: Any) -> Iterator["ChatBackend"]:
     """Load a policy, and open a sampler of it."""
     if sys.stdin.isatty():
         print(f"loading {args.policy} ...", file=sys.stderr, flush=True)
-    asking: Any = importlib.import_module("jaxrl_async.api.asker")
+    module: Any = importlib.import_module("jaxrl_async.api.asker")
     setup: Any = importlib.import_module("jaxrl_async.sampler.setup")
     arguments = _chat_arguments(args.chat_arguments)
     policy = loaded_policy(args)
@@ -286,23 +286,23 @@ def _loaded(args: argparse.Namespace, backends: Any) -> Iterator["ChatBackend"]:
             "kv_memory_mib": None if args.max_length else usual.kv_memory_mib,
         }
     )
-    with asking.Asker(policy, section=section, seed=args.seed, chat_arguments=arguments) as asker:
+    with module.Asker(policy, section=section, seed=args.seed, chat_arguments=arguments) as asker:
         yield backends.PolicyBackend(asker, f"{args.policy}: {policy!r}")
 
 
-def asked_as_in_run(args: argparse.Namespace) -> argparse.Namespace:
+def with_options_of_run(args: argparse.Namespace) -> argparse.Namespace:
     """Return the options; where none are given, the system message and the variables of the chat
     template are as in the run whose policy it is. Raises ConfigError."""
     folder, _ = run_and_step(args.policy)
     file = folder / "config.yaml"
-    found = argparse.Namespace(**vars(args))
+    options = argparse.Namespace(**vars(args))
     if not args.policy.startswith(("http://", "https://")) and file.is_file():
         data = importlib.import_module("jaxrl_async.config.load").load(file).data
         if args.system is None:
-            found.system = data.system_prompt
+            options.system = data.system_prompt
         if args.chat_arguments is None and data.chat_arguments:
-            found.chat_arguments = json.dumps(data.chat_arguments)
-    return found
+            options.chat_arguments = json.dumps(data.chat_arguments)
+    return options
 
 
 def run_and_step(policy: str) -> tuple[Path, int | None]:
@@ -340,12 +340,12 @@ def _chat_arguments(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     parse = importlib.import_module("jaxrl_async.config.draft").parse_yaml
-    found = parse(text, "--chat-arguments")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    arguments = parse(text, "--chat-arguments")
+    if not isinstance(arguments, dict) or not all(isinstance(name, str) for name in arguments):
         raise ConfigError(
             f"--chat-arguments {text}: give {{NAME: VALUE}}, such as '{{enable_thinking: false}}'."
         )
-    return found
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ algorithm.learning_rate=. Generate it again after an upgrade, since it contains 
 import sys
 from collections.abc import Sequence
 
-from jaxrl_async.command.front_door import COMMANDS, PROGRAM
+from jaxrl_async.command.entry_point import COMMANDS, PROGRAM
 from jaxrl_async.config.field_help import setting_names
 from jaxrl_async.config.recipes import PREFIX, recipe_names
 

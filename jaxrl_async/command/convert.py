@@ -25,8 +25,8 @@ from pathlib import Path
 from jaxrl_async.config.load import load
 from jaxrl_async.config.peers.counterpart import DEVICES, RECORDS, converted
 from jaxrl_async.config.peers.peer_files import (
+    fields_of_args,
     fields_of_file,
-    fields_of_words,
     nested,
     peer_of,
     written,
@@ -44,40 +44,40 @@ def main(argv: Sequence[str]) -> int:
         print((__doc__ or "").strip() if argv else USAGE, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     try:
-        return _converted(*_parted(list(argv[1:])), source=argv[0])
+        return _converted(*_split_options(list(argv[1:])), source=argv[0])
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
 
 
-def _parted(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def _split_options(args: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return this command's own options, and the other words. Raises ConfigError."""
     own: dict[str, str] = {}
     rest: list[str] = []
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
+    while args:
+        arg = args.pop(0)
+        name, equals, value = arg.partition("=")
         if name not in OWN:
-            rest.append(word)
-        elif not equals and not words:
+            rest.append(arg)
+        elif not equals and not args:
             raise ConfigError(f"{name} needs a value. {USAGE}")
         else:
-            own[OWN[name]] = value if equals else words.pop(0)
+            own[OWN[name]] = value if equals else args.pop(0)
     return own, rest
 
 
-def _converted(own: dict[str, str], words: list[str], *, source: str) -> int:
+def _converted(own: dict[str, str], args: list[str], *, source: str) -> int:
     out = Path(own["out"]) if "out" in own else None
     if out is not None and out.exists():
         raise ConfigError(f"{out} already exists. Give a new file.")
     devices, records = (_number(own.get(name), name) for name in (DEVICES, RECORDS))
-    given = fields_of_words(words)
+    values = fields_of_args(args)
     peer = peer_of(source)
     if peer is None:
         peer, of_file = fields_of_file(Path(source))
-        given = of_file | given
-    found = converted(peer, given, devices=devices or 1, records=records)
-    text = written(peer, found, source)
+        values = of_file | values
+    conversion = converted(peer, values, devices=devices or 1, records=records)
+    text = written(peer, conversion, source)
     if out is None:
         print(text, end="")
     else:
@@ -85,11 +85,11 @@ def _converted(own: dict[str, str], words: list[str], *, source: str) -> int:
             out.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{out}: {error.strerror}. Give a new file.") from None
-        print(f"{out}: {len(found.settings)} settings of {peer.name}'s", file=sys.stderr)
-    for name, reason in found.left.items():
+        print(f"{out}: {len(conversion.settings)} settings of {peer.name}'s", file=sys.stderr)
+    for name, reason in conversion.unconverted.items():
         print(f"no counterpart: {name}: {reason}", file=sys.stderr)
     try:
-        load(nested(found.settings), where="the converted settings")
+        load(nested(conversion.settings), where="the converted settings")
     except ConfigError as error:
         print(f"to be corrected: {error}", file=sys.stderr)
         return 1

@@ -82,7 +82,7 @@ def read_run(path: str) -> RunRecords:
         raise ConfigError(f"{path}: there is no run ({CONFIG_FILE} is missing). Give its folder.")
     own = logging.getLogger("jaxrl_async.config")
     level = own.level
-    own.setLevel(logging.ERROR)  # that an older run has former names is not asked here
+    own.setLevel(logging.ERROR)  # former names in an older run are not reported
     try:
         config, is_complete = load(file).model_dump(), True
     except ConfigError:  # of another version: compared as it is written
@@ -143,9 +143,9 @@ def text_of(a: RunRecords, b: RunRecords, *, columns: int, whole: bool) -> Itera
 
 
 def _version_lines(a: RunRecords, b: RunRecords, columns: int) -> Iterator[str]:
-    silent = [run.name for run in (a, b) if not run.versions]
-    if silent:
-        yield f"versions are not recorded in {' and '.join(silent)}"
+    unrecorded = [run.name for run in (a, b) if not run.versions]
+    if unrecorded:
+        yield f"versions are not recorded in {' and '.join(unrecorded)}"
     elif rows := [(name, *pair) for name, pair in version_differences(a, b).items()]:
         yield from _table(("versions that differ", "a", "b"), rows, columns)
     else:
@@ -165,9 +165,9 @@ def _metric_lines(a: RunRecords, b: RunRecords, columns: int, whole: bool) -> It
         return
     rows = []
     for name in names:
-        one, other = of_a.get(name), of_b.get(name)
-        change = "" if one is None or other is None else estimate_text(difference(one, other), "+")
-        rows.append((name, _last_text(one, a.steps), _last_text(other, b.steps), change))
+        in_a, in_b = of_a.get(name), of_b.get(name)
+        change = "" if in_a is None or in_b is None else estimate_text(difference(in_a, in_b), "+")
+        rows.append((name, _last_text(in_a, a.steps), _last_text(in_b, b.steps), change))
     yield from _table(("last values", "a", "b", "b - a"), rows, columns)
 
 
@@ -175,27 +175,27 @@ def _last_text(last: LastValue | None, steps: int) -> str:
     """Return a last value with its interval, and its step unless it is the run's last one."""
     if last is None:
         return "-"
-    at = "" if last.step == steps else f" (step {last.step})"
-    return estimate_text(Estimate(last.value, last.stderr)) + at
+    step = "" if last.step == steps else f" (step {last.step})"
+    return estimate_text(Estimate(last.value, last.stderr)) + step
 
 
-def estimate_text(one: Estimate, sign: str = "") -> str:
+def estimate_text(value: Estimate, sign: str = "") -> str:
     """Return a mean, and plus or minus which number its 95 % interval is."""
-    mean = number(one.mean)
-    text = f"{sign if one.mean >= 0 else ''}{mean}"
-    return text if one.interval is None else f"{text} ± {number(one.interval[1] - one.mean)}"
+    mean = number(value.mean)
+    text = f"{sign if value.mean >= 0 else ''}{mean}"
+    return text if value.interval is None else f"{text} ± {number(value.interval[1] - value.mean)}"
 
 
-def _divergence_line(found: Divergence | None) -> str:
-    if found is None:
+def _divergence_line(divergence: Divergence | None) -> str:
+    if divergence is None:
         return "no step of both differs in a metric that is independent of time"
     first = [
-        f"{name} {_value_text(one)} and {_value_text(other)}"
-        for name, (one, other) in list(found.metrics.items())[:SHOWN_METRICS]
+        f"{name} {_value_text(in_a)} and {_value_text(in_b)}"
+        for name, (in_a, in_b) in list(divergence.metrics.items())[:SHOWN_METRICS]
     ]
-    more = len(found.metrics) - len(first)
+    more = len(divergence.metrics) - len(first)
     others = f", and {more} more" if more else ""
-    return f"first step that differs: {found.step} ({', '.join(first)}{others})"
+    return f"first step that differs: {divergence.step} ({', '.join(first)}{others})"
 
 
 def _value_text(value: object) -> str:
@@ -221,13 +221,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int) -> 
 def as_json(a: RunRecords, b: RunRecords) -> dict[str, Any]:
     """Return the comparison as plain data."""
     of_a, of_b = last_values(a.lines), last_values(b.lines)
-    found = first_divergence(a.lines, b.lines)
+    divergence = first_divergence(a.lines, b.lines)
     metrics = dict[str, Any]()
     for name in sorted({*of_a, *of_b}):
-        one, other = of_a.get(name), of_b.get(name)
-        metrics[name] = {"a": _last_json(one), "b": _last_json(other)}
-        if one is not None and other is not None:
-            metrics[name]["difference"] = _estimate_json(difference(one, other))
+        in_a, in_b = of_a.get(name), of_b.get(name)
+        metrics[name] = {"a": _last_json(in_a), "b": _last_json(in_b)}
+        if in_a is not None and in_b is not None:
+            metrics[name]["difference"] = _estimate_json(difference(in_a, in_b))
     names = ("a", "b", "default")
     plain: dict[str, Any] = {
         "a": _run_json(a),
@@ -242,12 +242,12 @@ def as_json(a: RunRecords, b: RunRecords) -> dict[str, Any]:
         },
         "metrics": metrics,
         "first_step_that_differs": None
-        if found is None
+        if divergence is None
         else {
-            "step": found.step,
+            "step": divergence.step,
             "metrics": {
                 name: dict(zip(names[:2], map(_finite, pair), strict=True))
-                for name, pair in found.metrics.items()
+                for name, pair in divergence.metrics.items()
             },
         },
     }
@@ -261,19 +261,19 @@ def _run_json(run: RunRecords) -> dict[str, Any]:
 def _last_json(last: LastValue | None) -> dict[str, Any] | None:
     if last is None:
         return None
-    found = _estimate_json(Estimate(last.value, last.stderr))
-    return {"step": last.step, "value": found.pop("mean"), **found}
+    estimate = _estimate_json(Estimate(last.value, last.stderr))
+    return {"step": last.step, "value": estimate.pop("mean"), **estimate}
 
 
-def _estimate_json(one: Estimate) -> dict[str, Any]:
-    interval = None if one.interval is None else list(one.interval)
-    return {"mean": one.mean, "stderr": one.stderr, "interval_95": interval}
+def _estimate_json(estimate: Estimate) -> dict[str, Any]:
+    interval = None if estimate.interval is None else list(estimate.interval)
+    return {"mean": estimate.mean, "stderr": estimate.stderr, "interval_95": interval}
 
 
 def _finite(value: object) -> Any:
     """Return a value that JSON has; others as text."""
-    is_strange = isinstance(value, float) and (value != value or abs(value) == float("inf"))
-    return str(value) if is_strange else value
+    is_special = isinstance(value, float) and (value != value or abs(value) == float("inf"))
+    return str(value) if is_special else value
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jaxrl_async.command.finding import Finding
-from jaxrl_async.command.machine import host_findings, look_at_devices, package_findings
+from jaxrl_async.command.diagnostic import Diagnostic
+from jaxrl_async.command.machine import check_host, check_packages, find_devices
 from jaxrl_async.config.load import load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
@@ -27,41 +27,42 @@ from jaxrl_async.metrics.json_logs import lines_for_people
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); return the exit code."""
     args = _parser().parse_intermixed_args(argv)
-    found = _told("packages", package_findings())
-    devices, of_devices = look_at_devices(args.timeout)
-    found += _told("devices", of_devices)
+    diagnostics = _printed("packages", check_packages())
+    devices, device_diagnostics = find_devices(args.timeout)
+    diagnostics += _printed("devices", device_diagnostics)
     config, problem = _loaded(args)
     # Not earlier: the configuration's part imports JAX, which must not take the devices here.
     importlib.import_module("jax").config.update("jax_platforms", "cpu")
-    needs = importlib.import_module("jaxrl_async.command.needs")
+    checks = importlib.import_module("jaxrl_async.command.config_checks")
     runs = Path("runs" if config is None else config.run.dir)
-    found += _told("host", host_findings(runs, needs.cache_of(config)))
+    diagnostics += _printed("host", check_host(runs, checks.cache_of(config)))
     if problem is not None:
-        found += _told(args.config, [problem])
+        diagnostics += _printed(args.config, [problem])
     if config is not None:
-        found += _told(args.config, needs.needs_findings(config, devices))
-    errors, warnings = (sum(f.level == level for f in found) for level in ("error", "warning"))
+        diagnostics += _printed(args.config, checks.check_config(config, devices))
+    levels = [diagnostic.level for diagnostic in diagnostics]
+    errors, warnings = levels.count("error"), levels.count("warning")
     print(f"\n{errors} errors, {warnings} warnings")
     return 1 if errors else 0
 
 
-def _loaded(args: argparse.Namespace) -> tuple[Config | None, Finding | None]:
+def _loaded(args: argparse.Namespace) -> tuple[Config | None, Diagnostic | None]:
     if args.config is None:
         return None, None
     try:
         return load(args.config, args.overrides), None
     except ConfigError as error:
-        return None, Finding("error", str(error))
+        return None, Diagnostic("error", str(error))
 
 
-def _told(title: str, findings: Iterable[Finding]) -> list[Finding]:
-    """Print findings under a title, each as it is found; return them."""
+def _printed(title: str, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """Print diagnostics under a title, each as it is found; return them."""
     print(f"\n{title}", flush=True)
-    told = []
-    for finding in findings:
-        print(finding, flush=True)
-        told.append(finding)
-    return told
+    printed = []
+    for diagnostic in diagnostics:
+        print(diagnostic, flush=True)
+        printed.append(diagnostic)
+    return printed
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     hide_secrets((args.key_variable,))
     try:
         folder = _folder_of(args)
-        given = vars(args) | {"task": _choice(args.task), "reward": _choice(args.reward)}
-        given["overrides"] = given.pop("settings")
-        del given["out"]
-        found: Any = importlib.import_module("jaxrl_async.api.evaluating").evaluate(**given)
-        print(found.table())
-        print(f"\nevaluation and all answers: {found.save(folder)}")
+        arguments = vars(args) | {"task": _choice(args.task), "reward": _choice(args.reward)}
+        arguments["overrides"] = arguments.pop("settings")
+        del arguments["out"]
+        result: Any = importlib.import_module("jaxrl_async.api.evaluating").evaluate(**arguments)
+        print(result.table())
+        print(f"\nevaluation and all answers: {result.save(folder)}")
         return 0
     except (JaxrlError, OSError) as error:
         return exit_code_after(error)

@@ -109,10 +109,10 @@ def columns_of(
             f"{where}: none of the columns {', '.join(record)} is called as a question usually is. "
             "Name it: --prompt-field NAME."
         )
-    found = answer or next((name for name in ANSWERS if name in record), None)
-    holds_mark = found is not None and MARK in str(record[found])
+    column = answer or next((name for name in ANSWERS if name in record), None)
+    holds_mark = column is not None and MARK in str(record[column])
     return RecordColumns(
-        prompt=question, messages=messages, answer=found, mark=MARK if holds_mark else None
+        prompt=question, messages=messages, answer=column, mark=MARK if holds_mark else None
     )
 
 
@@ -136,20 +136,20 @@ def first_settings(choices: FirstChoices) -> dict[str, Any]:
 def algorithm_settings(name: str, max_new_tokens: int) -> dict[str, Any]:
     """Return the settings of an algorithm, as in its recipe, for answers of this length."""
     tree = read_draft(recipe_file(name)).tree["algorithm"]
-    found = {key: value for key, value in tree.items() if key not in SIZES}
-    if "constant" in (found.get("aggregate") or ()):
-        found["aggregate"] = {"constant": {"divisor": max_new_tokens}}
-    shaping = found.get("shaping")
+    settings = {key: value for key, value in tree.items() if key not in SIZES}
+    if "constant" in (settings.get("aggregate") or ()):
+        settings["aggregate"] = {"constant": {"divisor": max_new_tokens}}
+    shaping = settings.get("shaping")
     if shaping is not None:
         overlong = {
             "max_tokens": max_new_tokens,
             "cache_tokens": max(max_new_tokens // CACHE_SHARE, 1),
         }
-        found["shaping"] = [
-            {"soft_overlong": overlong} if name_of(one) == "soft_overlong" else one
-            for one in shaping
+        settings["shaping"] = [
+            {"soft_overlong": overlong} if name_of(choice) == "soft_overlong" else choice
+            for choice in shaping
         ]
-    return found
+    return settings
 
 
 def _of_recipe(choices: FirstChoices) -> dict[str, Any]:
@@ -230,14 +230,14 @@ def _of_model(choices: FirstChoices) -> dict[str, Any]:
 def _records(path: str, columns: RecordColumns | None) -> dict[str, Any]:
     if columns is None:
         return {"path": path}
-    found = {
+    fields = {
         "path": path,
         "prompt_field": columns.prompt,
         "messages_field": columns.messages,
         "answer_field": columns.answer,
         "answer_mark": columns.mark,
     }
-    return {key: name for key, name in found.items() if name is not None or key == "answer_field"}
+    return {key: name for key, name in fields.items() if name is not None or key == "answer_field"}
 
 
 def mesh_settings(choices: FirstChoices) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def commented_yaml(tree: Mapping[str, object], head: str) -> str:
         tree: settings by section.
         head: lines of the comment at the beginning.
     """
-    about = {one.path: one.about for one in help_of_fields()}
+    about = {field.path: field.about for field in help_of_fields()}
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
     for key, value in tree.items():
         lines += ["", *_setting_lines(key, value, Config, (), about)]
@@ -276,14 +276,14 @@ def _setting_lines(
     about: Mapping[str, str],
 ) -> Iterator[str]:
     """Yield the lines of a setting, or of a section and its settings."""
-    indent, here = "  " * len(path), (*path, key)
-    comment = _first_sentence(about.get(".".join(here), ""))
+    indent, name_path = "  " * len(path), (*path, key)
+    comment = _first_sentence(about.get(".".join(name_path), ""))
     target = section.model_fields.get(key)
     inner = None if target is None else section_of(target)
     if inner is not None and isinstance(value, Mapping) and value:
         yield from _with_comment(f"{indent}{key}:", comment, indent)
-        for name, one in value.items():
-            yield from _setting_lines(name, one, inner, here, about)
+        for name, item in value.items():
+            yield from _setting_lines(name, item, inner, name_path, about)
     else:
         yield from _with_comment(f"{indent}{key}: {value_text(value)}", comment, indent)
 
@@ -302,8 +302,8 @@ def _with_comment(line: str, comment: str, indent: str) -> Iterator[str]:
 
 def _first_sentence(text: str) -> str:
     """Return the first part of a setting's help, up to a period, semicolon or colon."""
-    found = re.match(r".{12,}?(?=[.;:](?: |$)|$)", text)
-    head = found[0] if found else text.rstrip(".")
+    match = re.match(r".{12,}?(?=[.;:](?: |$)|$)", text)
+    head = match[0] if match else text.rstrip(".")
     is_open = head.count("(") > head.count(")")
     return head[: head.rindex("(")].rstrip() if is_open else head
 

@@ -35,7 +35,7 @@ from jaxrl_async.command.first_config import (
     first_settings,
     reward_skeleton,
 )
-from jaxrl_async.command.machine import look_at_devices
+from jaxrl_async.command.machine import find_devices
 from jaxrl_async.config.draft import parse_yaml
 from jaxrl_async.config.load import load
 from jaxrl_async.data.addresses import is_remote
@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with lines_for_people():
             _check_out(args.out, force=args.force)
             if not args.yes and sys.stdin.isatty() and sys.stdout.isatty():
-                args = asked_for(args, input)
+                args = ask_missing(args, input)
             else:
-                _tell_defaults(args)
+                _print_defaults(args)
             print("\n".join(written(args)))
     except EOFError:
         print("\nnothing is written", file=sys.stderr)
@@ -78,41 +78,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def asked_for(args: argparse.Namespace, ask: Ask) -> argparse.Namespace:
+def ask_missing(args: argparse.Namespace, ask: Ask) -> argparse.Namespace:
     """Return the options with answers in place of those that are not given. Raises EOFError at the
     end of the input."""
-    found = argparse.Namespace(**vars(args))
+    options = argparse.Namespace(**vars(args))
 
-    def said(question: str) -> str | None:
+    def reply(question: str) -> str | None:
         return ask(question).strip() or None
 
-    if found.model is None:
-        found.model = said("Model: a directory, a name on the hub, FILE.gguf [small and random]: ")
-    if found.data is None and found.task is None:
-        kinds = f"{TASK}NAME" if found.model else ", ".join(f"{TASK}{n}" for n in SMALL_TASKS)
-        files = "a file of records, " if found.model else ""
-        answer = said(f"Data: {files}{kinds} [additions of numbers]: ")
+    if options.model is None:
+        options.model = reply(
+            "Model: a directory, a name on the hub, FILE.gguf [small and random]: "
+        )
+    if options.data is None and options.task is None:
+        kinds = f"{TASK}NAME" if options.model else ", ".join(f"{TASK}{n}" for n in SMALL_TASKS)
+        files = "a file of records, " if options.model else ""
+        answer = reply(f"Data: {files}{kinds} [additions of numbers]: ")
         if answer is not None and answer.startswith(TASK):
-            found.task = answer.removeprefix(TASK)
+            options.task = answer.removeprefix(TASK)
         else:
-            found.data = answer
-    if found.reward is None and found.data is not None:
-        found.reward = said(f"Reward: exact, gsm8k, math, FILE.py:NAME [a new {SKELETON}]: ")
-    if found.algorithm is None:
-        found.algorithm = said(f"Algorithm: {', '.join(ALGORITHMS)} [grpo]: ")
-    return found
+            options.data = answer
+    if options.reward is None and options.data is not None:
+        options.reward = reply(f"Reward: exact, gsm8k, math, FILE.py:NAME [a new {SKELETON}]: ")
+    if options.algorithm is None:
+        options.algorithm = reply(f"Algorithm: {', '.join(ALGORITHMS)} [grpo]: ")
+    return options
 
 
-def _tell_defaults(args: argparse.Namespace) -> None:
-    """Report what is chosen where nothing was said and no one can be asked."""
+def _print_defaults(args: argparse.Namespace) -> None:
+    """Print what is chosen where no option is given and nobody can be asked."""
     usual = {
         "--model": ("a small model with random weights", args.model),
         "--data": ("the embedded task, additions", args.data or args.task),
         "--algorithm": ("grpo", args.algorithm),
     }
-    told = [f"{text} ({option})" for option, (text, given) in usual.items() if given is None]
-    if told:
-        print(f"by default: {', '.join(told)}", file=sys.stderr)
+    defaults = [f"{text} ({option})" for option, (text, value) in usual.items() if value is None]
+    if defaults:
+        print(f"by default: {', '.join(defaults)}", file=sys.stderr)
 
 
 def written(args: argparse.Namespace) -> list[str]:
@@ -121,21 +123,21 @@ def written(args: argparse.Namespace) -> list[str]:
     out: Path = args.out
     choices, skeleton = _choices(args)
     first_settings(choices)  # refuses them before the devices are looked at
-    devices, findings = look_at_devices(DEVICES_S)
+    devices, diagnostics = find_devices(DEVICES_S)
     if devices is not None:
         choices = replace(choices, platform=devices.platform, devices=devices.count)
     tree = first_settings(choices)
     text = commented_yaml(tree, _head(choices, out, None if devices is None else devices.kind))
     load(parse_yaml(text, str(out)), where=str(out))
-    told = [str(one) for one in findings if one.level != "ok"]
+    messages = [str(line) for line in diagnostics if line.level != "ok"]
     if skeleton is not None:
         has_answers = choices.columns is None or choices.columns.answer is not None
         text_of_reward = reward_skeleton(out.name, with_answer=has_answers)
         skeleton.write_text(text_of_reward, encoding="utf-8")
-        told.append(f"{skeleton}: a reward function, to be changed")
+        messages.append(f"{skeleton}: a reward function, to be changed")
     out.write_text(text, encoding="utf-8")
     return [
-        *told,
+        *messages,
         f"{out}: {_summary(choices)}",
         "",
         f"check it:  jaxrl-async doctor {out}",
@@ -191,8 +193,8 @@ def _choices(args: argparse.Namespace) -> tuple[FirstChoices, Path | None]:
 
 def run_name(stem: str) -> str:
     """Return the name of a file as the name of a run, with _ for what a name cannot have."""
-    found = re.sub(r"[^A-Za-z0-9._-]", "_", stem)[:128]
-    return found if re.match(r"[A-Za-z0-9_-]", found) else f"_{found}"[:128]
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", stem)[:128]
+    return name if re.match(r"[A-Za-z0-9_-]", name) else f"_{name}"[:128]
 
 
 def _check_out(out: Path, *, force: bool) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from jaxrl_async.command.finding import GIB, Finding, gib
+from jaxrl_async.command.diagnostic import GIB, Diagnostic, gib
 from jaxrl_async.cpu.compiler import NotBuiltError, compiler_here
 from jaxrl_async.host import (
     TPU_FILES,
@@ -63,42 +63,42 @@ class Devices:
 # ---- packages
 
 
-def package_findings() -> Iterator[Finding]:
+def check_packages() -> Iterator[Diagnostic]:
     """Compare Python and the packages with the requirements in pyproject.toml."""
     own = platform.python_version()
     if sys.version_info < OLDEST_PYTHON:
-        yield Finding("error", f"python {own}", "install Python 3.11 or newer")
+        yield Diagnostic("error", f"python {own}", "install Python 3.11 or newer")
     else:
-        yield Finding("ok", f"python {own}, {platform.platform()}")
+        yield Diagnostic("ok", f"python {own}, {platform.platform()}")
     try:
-        asked = [Requirement(text) for text in requires("jaxrl_async") or []]
+        requirements = [Requirement(text) for text in requires("jaxrl_async") or []]
     except PackageNotFoundError:
-        yield Finding(
+        yield Diagnostic(
             "warning",
             "jaxrl_async is not installed, so its requirements cannot be checked",
             f"pip install -c {constraints_file()} -e .",
         )
         return
-    needed = [one for one in asked if one.marker is None]
+    needed = [one for one in requirements if one.marker is None]
     yield from filter(None, (_wrong_version(one, "error") for one in needed))
-    shown = [f"{name} {found}" for name, found in package_versions().items()]
-    yield Finding("ok", ", ".join(shown))
+    shown = [f"{name} {number}" for name, number in package_versions().items()]
+    yield Diagnostic("ok", ", ".join(shown))
     jax = version_of("jax")
     for plugin in CUDA_PLUGINS:
         if (own := version_of(plugin)) not in ("", jax):
-            yield Finding(
+            yield Diagnostic(
                 "error",
                 f"{plugin} is {own}, and jax is {jax}: JAX does not use plugins of other versions",
                 f"pip install '{plugin}=={jax}'",
             )
-    there, absent = set[str](), set[str]()
-    for one in asked:
+    present, absent = set[str](), set[str]()
+    for one in requirements:
         if one.marker is not None and (extra := _extra_of(one)) not in ("dev", ""):
-            (there if version_of(ACCELERATORS.get(extra, one.name)) else absent).add(extra)
+            (present if version_of(ACCELERATORS.get(extra, one.name)) else absent).add(extra)
             if version_of(one.name) and (wrong := _wrong_version(one, "warning")):
                 yield wrong
-    missing = f"; not installed: {', '.join(sorted(absent - there))}" if absent - there else ""
-    yield Finding("ok", f"extras: {', '.join(sorted(there)) or 'none'}{missing}")
+    missing = f"; not installed: {', '.join(sorted(absent - present))}" if absent - present else ""
+    yield Diagnostic("ok", f"extras: {', '.join(sorted(present)) or 'none'}{missing}")
 
 
 def constraints_file() -> str:
@@ -117,61 +117,60 @@ ACCELERATORS = {
 CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
-def _wrong_version(one: Requirement, level: Any) -> Finding | None:
-    found = version_of(one.name)
-    if found and one.specifier.contains(found, prereleases=True):
+def _wrong_version(one: Requirement, level: Any) -> Diagnostic | None:
+    number = version_of(one.name)
+    if number and one.specifier.contains(number, prereleases=True):
         return None
-    state = f"{one.name} {found} is installed" if found else f"{one.name} is not installed"
-    return Finding(
+    state = f"{one.name} {number} is installed" if number else f"{one.name} is not installed"
+    return Diagnostic(
         level,
         f"{state}, and {one.specifier or 'any version'} is needed",
         f"pip install -U '{one.name}{one.specifier}'",
     )
 
 
-def _extra_of(one: Requirement) -> str:
+def _extra_of(requirement: Requirement) -> str:
     """Return the extra of `ray>=2; extra == "ray"`."""
-    text = str(one.marker)
+    text = str(requirement.marker)
     return text.rpartition("extra == ")[2].strip("\"' )") if "extra ==" in text else ""
 
 
 # ---- devices
 
 
-def look_at_devices(timeout_s: float) -> tuple[Devices | None, list[Finding]]:
-    """List JAX's devices in another process, within timeout_s; return them with the findings."""
-    told, error = _asked(timeout_s)
-    if told is None:
+def find_devices(timeout_s: float) -> tuple[Devices | None, list[Diagnostic]]:
+    """List JAX's devices in another process, within timeout_s; return them with the diagnostics."""
+    answer, error = _query_devices(timeout_s)
+    if answer is None:
         return None, [_no_devices(error)]
-    capability = None if told["capability"] is None else str(told["capability"])
-    devices = Devices(told["platform"], told["kind"], told["count"], told["memory"], capability)
+    capability = None if answer["capability"] is None else str(answer["capability"])
+    platform, kind, count = answer["platform"], answer["kind"], answer["count"]
+    devices = Devices(platform, kind, count, answer["memory"], capability)
     each = f" with {gib(devices.memory)} each" if devices.memory else ""
-    findings = [
-        Finding("ok", f"devices: {devices.count} x {devices.kind}{each} (JAX: {devices.platform})")
-    ]
+    diagnostics = [Diagnostic("ok", f"devices: {count} x {kind}{each} (JAX: {platform})")]
     if devices.platform == "gpu":
-        findings.append(_share_finding())
+        diagnostics.append(_check_gpu_share())
     if devices.platform != "cpu" or "cpu" in os.environ.get("JAX_PLATFORMS", ""):
-        return devices, findings
+        return devices, diagnostics
     if has_tpu() or has_nvidia():
         what, extra = ("TPU chips", "tpu") if has_tpu() else ("an NVIDIA GPU", "cuda")
         text = f"this host has {what}, and JAX uses the CPU"
-        findings.append(Finding("warning", text, f"pip install 'jaxrl_async[{extra}]'"))
+        diagnostics.append(Diagnostic("warning", text, f"pip install 'jaxrl_async[{extra}]'"))
     elif problem := unusable_gpu(jax_plugins()):
-        findings.append(Finding("warning", *problem))
-    return devices, findings
+        diagnostics.append(Diagnostic("warning", *problem))
+    return devices, diagnostics
 
 
-def _share_finding() -> Finding:
+def _check_gpu_share() -> Diagnostic:
     """Report JAX's share of each GPU's memory, and when it is allocated."""
     memory = gpu_memory()
     if memory.problem:
-        return Finding("warning", memory.problem)
+        return Diagnostic("warning", memory.problem)
     if not memory.pooled:
-        return Finding("ok", "JAX allocates memory of each GPU on demand, without its own limit "
+        return Diagnostic("ok", "JAX allocates memory of each GPU on demand, without its own limit "
                        "(XLA_PYTHON_CLIENT_ALLOCATOR=platform)")  # fmt: skip
     how = "at its start" if memory.preallocated else "on demand"
-    return Finding(
+    return Diagnostic(
         "ok",
         f"JAX takes {memory.share:.0%} of each GPU {how} ({memory.variable}, "
         "XLA_PYTHON_CLIENT_PREALLOCATE): the shares of processes on the same GPU must sum to less "
@@ -179,7 +178,7 @@ def _share_finding() -> Finding:
     )
 
 
-def _asked(timeout_s: float) -> tuple[dict[str, Any] | None, str]:
+def _query_devices(timeout_s: float) -> tuple[dict[str, Any] | None, str]:
     """Return PROBE's output; or None, and the reason."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
@@ -202,15 +201,15 @@ def _asked(timeout_s: float) -> tuple[dict[str, Any] | None, str]:
     return answer, ""
 
 
-def _no_devices(error: str) -> Finding:
+def _no_devices(error: str) -> Diagnostic:
     holders = list(holders_of_devices())
     if holders:
-        return Finding(
+        return Diagnostic(
             "error",
             f"JAX cannot use the devices: {error}. They are held by {'; '.join(holders)}",
             "wait for it, end it, or check with JAX_PLATFORMS=cpu",
         )
-    return Finding(
+    return Diagnostic(
         "error",
         f"JAX cannot use the devices: {error}",
         "check that `python -c 'import jax; print(jax.devices())'` works; another process may "
@@ -243,7 +242,7 @@ def _is_device(path: str) -> bool:
 # ---- the host
 
 
-def host_findings(runs: Path, cache: Path) -> Iterator[Finding]:
+def check_host(runs: Path, cache: Path) -> Iterator[Diagnostic]:
     """Look at memory, cores, shared memory, disk and the compile cache.
 
     Args:
@@ -251,52 +250,55 @@ def host_findings(runs: Path, cache: Path) -> Iterator[Finding]:
         cache: the folder of compiled programs.
     """
     memory, free = host_memory()
-    yield Finding("ok", f"host memory: {gib(memory)}, {gib(free)} of it free")
-    yield Finding("ok", f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()} may be used")
+    yield Diagnostic("ok", f"host memory: {gib(memory)}, {gib(free)} of it free")
+    yield Diagnostic("ok", f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()} may be used")
     try:
         shared = shutil.disk_usage("/dev/shm")
-        yield Finding("ok", f"/dev/shm: {gib(shared.free)} free of {gib(shared.total)}")
+        yield Diagnostic("ok", f"/dev/shm: {gib(shared.free)} free of {gib(shared.total)}")
     except OSError:
-        yield Finding(
+        yield Diagnostic(
             "warning",
             "/dev/shm does not exist",
             "use remote.transfer=tcp with mesh.samplers_in=processes",
         )
-    yield compiler_finding()
-    yield disk_finding(runs, LITTLE_DISK, "for checkpoints and policies")
-    yield _cache_finding(cache)
+    yield check_compiler()
+    yield check_disk(runs, LITTLE_DISK, "for checkpoints and policies")
+    yield _check_cache(cache)
 
 
-def compiler_finding() -> Finding:
+def check_compiler() -> Diagnostic:
     """Report whether the package's CPU kernels can be built here."""
     try:
-        return Finding("ok", f"compiler of CPU kernels: {compiler_here()}")
+        return Diagnostic("ok", f"compiler of CPU kernels: {compiler_here()}")
     except NotBuiltError as error:
-        return Finding("ok", f"samplers and updates on this CPU use only XLA's programs: {error}")
+        text = f"samplers and updates on this CPU use only XLA's programs: {error}"
+        return Diagnostic("ok", text)
 
 
-def disk_finding(folder: Path, needed: float, what: str) -> Finding:
+def check_disk(folder: Path, needed: float, what: str) -> Diagnostic:
     """Report whether a folder, which need not exist yet, is writable and has enough space."""
-    place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        return Finding(
-            "error", f"{folder} cannot be written to ({place})", "set run.dir to a writable folder"
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return Diagnostic(
+            "error",
+            f"{folder} cannot be written to ({existing})",
+            "set run.dir to a writable folder",
         )
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(existing).free
     if free < needed:
-        return Finding(
+        return Diagnostic(
             "warning",
             f"disk at {folder}: {gib(free)} free, {gib(needed)} {what}",
             "free some space, lower checkpoint.keep, or set run.dir",
         )
-    return Finding("ok", f"disk at {folder}: {gib(free)} free")
+    return Diagnostic("ok", f"disk at {folder}: {gib(free)} free")
 
 
-def _cache_finding(cache: Path) -> Finding:
+def _check_cache(cache: Path) -> Diagnostic:
     if not cache.is_dir():
-        return Finding(
+        return Diagnostic(
             "ok", f"compile cache {cache}: empty, so the first start compiles everything"
         )
     files = [entry for entry in cache.iterdir() if entry.is_file()]
     size = sum(entry.stat().st_size for entry in files)
-    return Finding("ok", f"compile cache {cache}: {len(files)} files, {gib(size)}")
+    return Diagnostic("ok", f"compile cache {cache}: {len(files)} files, {gib(size)}")

@@ -15,7 +15,7 @@ from jaxrl_async.metrics.metric import metric_of, names_a_known_metric
 
 STDERR = "_stderr"
 """Ending of the metric that is the standard error of another one."""
-OF_THE_START = ("name", "dir", "overwrite", "resume", "resume_or_start")
+START_SETTINGS = ("name", "dir", "overwrite", "resume", "resume_or_start")
 """Settings of `run` that say where and how a run is started: not compared."""
 
 Value = float | str | None
@@ -61,11 +61,11 @@ class Divergence:
 def setting_differences(a: RunRecords, b: RunRecords) -> dict[str, tuple[Any, Any, Any]]:
     """Return the settings that differ, each with the value of both runs and the default. A section
     that one run does not have is null there, and its settings that are not the defaults here."""
-    found = dict(_different(a.config, b.config, as_plain(Config().model_dump()), Config, ""))
+    different = dict(_different(a.config, b.config, as_plain(Config().model_dump()), Config, ""))
     return {
         name: values
-        for name, values in found.items()
-        if name not in {f"run.{one}" for one in OF_THE_START}
+        for name, values in different.items()
+        if name not in {f"run.{key}" for key in START_SETTINGS}
     }
 
 
@@ -77,23 +77,23 @@ def _different(
     prefix: str,
 ) -> list[tuple[str, tuple[Any, Any, Any]]]:
     known = list(section.model_fields)
-    found = list[tuple[str, tuple[Any, Any, Any]]]()
+    differences = list[tuple[str, tuple[Any, Any, Any]]]()
     for key in [*known, *sorted({*a, *b} - {*known}, key=str)]:
         target = section.model_fields.get(key)
         inner = None if target is None else section_of(target)
         default = None if usual is None else usual.get(key)
-        one, other = a.get(key, default), b.get(key, default)
-        if one == other:
+        in_a, in_b = a.get(key, default), b.get(key, default)
+        if in_a == in_b:
             continue
         if inner is None:
-            found.append((f"{prefix}{key}", (one, other, default)))
-        elif isinstance(one, Mapping) and isinstance(other, Mapping):
+            differences.append((f"{prefix}{key}", (in_a, in_b, default)))
+        elif isinstance(in_a, Mapping) and isinstance(in_b, Mapping):
             own = default if isinstance(default, Mapping) else _usual(inner)
-            found += _different(one, other, own, inner, f"{prefix}{key}.")
+            differences += _different(in_a, in_b, own, inner, f"{prefix}{key}.")
         else:
-            shown = (_own(one, inner), _own(other, inner), _own(default, inner))
-            found.append((f"{prefix}{key}", shown))
-    return found
+            shown = (_own(in_a, inner), _own(in_b, inner), _own(default, inner))
+            differences.append((f"{prefix}{key}", shown))
+    return differences
 
 
 def _usual(section: type[Section]) -> dict[str, Any]:
@@ -140,18 +140,18 @@ def version_differences(a: RunRecords, b: RunRecords) -> dict[str, tuple[str, st
 def last_values(lines: Sequence[Line]) -> dict[str, LastValue]:
     """Return the last finite value of each metric, by name, with its standard error if the same
     step has one. Standard errors are not listed."""
-    found = dict[str, LastValue]()
+    last = dict[str, LastValue]()
     for line in lines:
         for key, value in line.items():
             if key == "step" or key.endswith(STDERR) or not _is_finite(value):
                 continue
             stderr: Any = line.get(key + STDERR)
-            found[key] = LastValue(
+            last[key] = LastValue(
                 step=int(line["step"]),
                 value=float(value),
                 stderr=float(stderr) if _is_finite(stderr) else None,
             )
-    return found
+    return last
 
 
 def difference(a: LastValue, b: LastValue) -> Estimate:
@@ -168,11 +168,11 @@ def first_divergence(a: Sequence[Line], b: Sequence[Line]) -> Divergence | None:
     Metrics that depend on time or the machine are left out."""
     of_a, of_b = ({int(line["step"]): line for line in lines} for lines in (a, b))
     for step in sorted(of_a.keys() & of_b.keys()):
-        one, other = of_a[step], of_b[step]
+        in_a, in_b = of_a[step], of_b[step]
         differs = {
-            key: (one[key], other[key])
-            for key in sorted(one.keys() & other.keys() - {"step"})
-            if not _is_timing(key) and not _same(one[key], other[key])
+            key: (in_a[key], in_b[key])
+            for key in sorted(in_a.keys() & in_b.keys() - {"step"})
+            if not _is_timing(key) and not _same(in_a[key], in_b[key])
         }
         if differs:
             return Divergence(step=step, metrics=differs)

@@ -67,7 +67,7 @@ from jaxrl_async.config.unused import (
 )
 from jaxrl_async.errors import ConfigError
 
-NOT_GIVEN: Any = object()
+NO_VALUE: Any = object()
 log = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 20
@@ -559,7 +559,7 @@ def _not_allowed(path: KeyPath, value: object, target: FieldInfo) -> str:
 
 
 def unknown_setting(
-    path: KeyPath, value: object = NOT_GIVEN, settings: Mapping[str, object] | None = None
+    path: KeyPath, value: object = NO_VALUE, settings: Mapping[str, object] | None = None
 ) -> str:
     """Return what is wrong with a setting that does not exist, and what may be meant.
 
@@ -569,7 +569,7 @@ def unknown_setting(
         settings: everything that is written, by section.
     """
     hints = importlib.import_module("jaxrl_async.config.peers.peer_hints")  # only where it is wrong
-    value = hints.NOT_GIVEN if value is NOT_GIVEN else value
+    value = hints.NO_VALUE if value is NO_VALUE else value
     dotted = ".".join(path)
     if hint := hints.peer_hint(dotted, value, settings, whole_name=True):
         return f"{dotted} is not a setting; {hint}."

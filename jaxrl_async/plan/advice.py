@@ -52,8 +52,8 @@ def _of_trainer(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
         savings.append((temporaries * 0.6, "model.remat=layer (about; compile to know)"))
     if config.model.remat == "attention":
         tokens = config.trainer.micro_batch_tokens / plan.trainer.where.num_devices
-        kept = 2.0 * plan.spec.layers * plan.spec.heads * plan.spec.head_dim * tokens
-        savings.append((kept, "model.remat=layer"))
+        kept_bytes = 2.0 * plan.spec.layers * plan.spec.heads * plan.spec.head_dim * tokens
+        savings.append((kept_bytes, "model.remat=layer"))
     if rows >= 2 * plan.trainer.where.num_devices:
         half = config.trainer.micro_batch_tokens // 2
         savings.append((temporaries / 2, f"trainer.micro_batch_tokens={half} (about)"))
@@ -81,9 +81,9 @@ def _of_sampler(plan: Plan, config: schema.Config) -> list[tuple[float, str]]:
         )
     ]
     if pages > 1.02 * max(short, 0.0):
-        given = config.sampler.kv_memory_mib or pages * devices / 2**20
-        left = (1 - short * 1.02 / pages) * given
-        savings.append((short * 1.02, f"sampler.kv_memory_mib={int(left)} (fewer rows at once)"))
+        now_mib = config.sampler.kv_memory_mib or pages * devices / 2**20
+        mib = (1 - short * 1.02 / pages) * now_mib
+        savings.append((short * 1.02, f"sampler.kv_memory_mib={int(mib)} (fewer rows at once)"))
     if config.weights.eight_bits is None:
         savings.append((weights / 2, "weights.dtype=int8 (the matrices; a mismatch to correct)"))
     return savings

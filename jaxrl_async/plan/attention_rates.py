@@ -73,10 +73,10 @@ def splash_share(generation: str, length: int, width: int, *, backward: bool = F
     times = FORWARD_MS[measured]
     took = times[max((w for w in times if w <= width), default=min(times))]
     share = {T: _share(measured, T, ms) for T, ms in zip(LENGTHS, took, strict=True)}
-    place = bisect_right(LENGTHS, length)
-    if place in (0, len(LENGTHS)):
-        return share[LENGTHS[max(place - 1, 0)]]
-    low, high = LENGTHS[place - 1 : place + 1]
+    index = bisect_right(LENGTHS, length)
+    if index in (0, len(LENGTHS)):
+        return share[LENGTHS[max(index - 1, 0)]]
+    low, high = LENGTHS[index - 1 : index + 1]
     part = log2(length / low)  # measured lengths double
     return share[low] * (1 - part) + share[high] * part
 

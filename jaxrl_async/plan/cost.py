@@ -37,7 +37,7 @@ ARRAY = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _PALLAS_NAME = re.compile(r'op_name="[^"]*?([\w=]+)\)*/(?:pallas_call|mpmd_map)"')
-_GIVEN = re.compile(r"operand_layout_constraints=\{(.*?)\}(?:, [a-z_]+=|$)")
+_OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?)\}(?:, [a-z_]+=|$)")
 IN_VMEM = re.compile(r"S\([1-9]\d*\)")
 """Memory space of an array that is not in HBM."""
 ATTENTION_PRODUCTS = {
@@ -121,7 +121,7 @@ def cost_of(
     inner = set(_fused(program))
     multiplies = _with_products(program)
     flops = num_bytes = compute_s = products_s = 0.0
-    talks: dict[str, tuple[Instruction, float, str]] = {}
+    collectives: dict[str, tuple[Instruction, float, str]] = {}
     between: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     kernels: dict[tuple[str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for name, count in times.items():
@@ -137,8 +137,8 @@ def cost_of(
                 num_bytes += count * moved
             if (kind := _collective_kind(i, name)) is not None:
                 key = _channel(i)
-                if key not in talks or talks[key][1] < count:
-                    talks[key] = (i, count, kind)
+                if key not in collectives or collectives[key][1] < count:
+                    collectives[key] = (i, count, kind)
             if i.opcode == "send" and MEGASCALE in i.rest:
                 kind, slices, sent = _between_slices(i)
                 between[kind, slices][0] += count * sent
@@ -156,7 +156,7 @@ def cost_of(
         compute_s=compute_s,
         products_s=products_s,
         collectives=(
-            *_summed(list(talks.values()), mesh, host),
+            *_summed(list(collectives.values()), mesh, host),
             *(
                 Collective(kind=k, axes=BETWEEN_SLICES, group=g, num_bytes=b, times=n)
                 for (k, g), (b, n) in sorted(between.items())
@@ -230,8 +230,8 @@ def _flops_within(program: Program, i: Instruction, shapes: Mapping[str, str]) -
     total = 0.0
     for name in _CALLS.findall(i.rest):
         inside = program.computations.get(name, ())
-        own = {one.name: one.shape for one in inside}
-        total += sum(_flops_within(program, one, own) for one in inside)
+        own = {inner.name: inner.shape for inner in inside}
+        total += sum(_flops_within(program, inner, own) for inner in inside)
     return total
 
 
@@ -243,8 +243,8 @@ def product_flops(i: Instruction, shapes: Mapping[str, str]) -> float:
         arrays_of(s)[0][1] for s in (i.shape, shapes[i.operands[0]], shapes[i.operands[1]])
     )
     if i.opcode == "dot":
-        found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
-        contracted = [left[int(d)] for d in found[1].split(",") if d] if found else []
+        match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
+        contracted = [left[int(d)] for d in match[1].split(",") if d] if match else []
         return 2.0 * math.prod(out) * math.prod(contracted)
     return _convolution_flops(out, left, right, i.rest)
 
@@ -264,21 +264,21 @@ def _convolution_flops(
     total = 2.0 * out[of_out.index("b")] * out[of_out.index("f")] * right[of_right.index("i")]
     window = re.search(r"window=\{([^}]*)\}", rest)
     settings = dict(w.split("=") for w in window[1].split()) if window else {}
-    places = sorted(label for label in of_out if label.isdigit())
-    for number, label in enumerate(places):
+    spatial = sorted(label for label in of_out if label.isdigit())
+    for number, label in enumerate(spatial):
 
-        def at(key: str, default: str, number: int = number) -> str:
+        def setting(key: str, default: str, number: int = number) -> str:
             return settings[key].split("x")[number] if key in settings else default
 
-        low = int(at("pad", "0_0").split("_")[0])
+        low = int(setting("pad", "0_0").split("_")[0])
         total *= _valid(
-            size=int(at("size", "1")),
+            size=int(setting("size", "1")),
             out=out[of_out.index(label)],
             base=left[of_left.index(label)],
-            stride=int(at("stride", "1")),
+            stride=int(setting("stride", "1")),
             low=low,
-            base_dilation=int(at("lhs_dilate", "1")),
-            dilation=int(at("rhs_dilate", "1")),
+            base_dilation=int(setting("lhs_dilate", "1")),
+            dilation=int(setting("rhs_dilate", "1")),
         )
     groups = re.search(r"batch_group_count=(\d+)", rest)
     return total / (int(groups[1]) if groups else 1)
@@ -289,11 +289,11 @@ def _valid(
 ) -> int:
     """Count pairs of output and window positions that hit a value, not padding."""
     last = (base - 1) * base_dilation
-    places = range(-low, (out - 1) * stride - low + 1, stride)
+    positions = range(-low, (out - 1) * stride - low + 1, stride)
     return sum(
-        0 <= place + k * dilation <= last and (place + k * dilation) % base_dilation == 0
+        0 <= position + k * dilation <= last and (position + k * dilation) % base_dilation == 0
         for k in range(size)
-        for place in places
+        for position in positions
     )
 
 
@@ -396,7 +396,7 @@ def _attention(name: str, i: Instruction) -> tuple[float, int, int]:
     average, since a device has an early and a late part (model/layout.py).
     """
     products = next((n for part, n in ATTENTION_PRODUCTS.items() if name.startswith(part)), 0)
-    given = _GIVEN.search(i.rest)
+    given = _OPERANDS.search(i.rest)
     if not products or not given:
         return 0.0, 0, 0
     wide = [d for kind, d in arrays_of(given[1]) if len(d) >= 3 and kind in ("bf16", "f32")]
@@ -412,7 +412,7 @@ def _grouped(name: str, i: Instruction, ways: int) -> tuple[float, float]:
     are present only for the shape: with `ways` devices, 1 / ways of the rows count on average.
     Experts are assumed to be chosen evenly: few rows need few experts' matrices.
     """
-    given = _GIVEN.search(i.rest)
+    given = _OPERANDS.search(i.rest)
     grouped = name.startswith(GROUPED) or "mosaic_gpu" in i.rest
     if not grouped or not given:
         return 0.0, 0.0
@@ -444,10 +444,10 @@ def _channel(i: Instruction) -> str:
 
 
 def _summed(
-    talks: Sequence[tuple[Instruction, float, str]], mesh: Mapping[str, int], host: int
+    collectives: Sequence[tuple[Instruction, float, str]], mesh: Mapping[str, int], host: int
 ) -> tuple[Collective, ...]:
     totals: dict[tuple[str, str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for i, count, kind in talks:
+    for i, count, kind in collectives:
         pairs = kind == "collective-permute"
         groups = parse_groups(i.rest) or (tuple(range(math.prod(mesh.values()))),)
         size = 2 if pairs else max(map(len, groups))

@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # cuBLAS, cuDNN and others may be missing
     "TF_CPP_MIN_LOG_LEVEL": "2",  # hides warnings about the missing driver
 }
-ASKED_BY_TRITON = "jax._src.pallas.triton.gpu_info"
+TRITON_DEVICE_QUERIES = "jax._src.pallas.triton.gpu_info"
 """The module in which Pallas' Triton kernels look up their card, by default the machine's."""
 CUDNN = (9, 12, 0)
 """The version of cuDNN that programs are compiled for."""
@@ -91,8 +91,8 @@ programming guide's table for compute capability 8.9."""
 def check_compiler() -> None:
     """Raise MissingExtraError if the plugin is missing, or its version is not JAX's."""
     jax = version_of("jax")
-    found = {name: version_of(name) for name in PLUGINS}
-    plugin, its = next(((n, v) for n, v in found.items() if v), (PLUGINS[0], ""))
+    versions = {name: version_of(name) for name in PLUGINS}
+    plugin, its = next(((n, v) for n, v in versions.items() if v), (PLUGINS[0], ""))
     install = f"pip install 'jaxrl_async[plan-cuda]' 'jax-cuda13-plugin=={jax}' (no GPU is needed)"
     if not its or importlib.util.find_spec("jax_plugins") is None:
         raise MissingExtraError(
@@ -178,9 +178,9 @@ def _prepare(kind: str) -> None:
     from jax._src import xla_bridge
     from jax._src.cudnn import fused_attention_stablehlo
 
-    if importlib.util.find_spec(ASKED_BY_TRITON):  # since jax 0.12
-        asked: Any = importlib.import_module(ASKED_BY_TRITON)
-        asked.get_device_kind, asked.get_device_platform = lambda: kind, lambda: "gpu"
+    if importlib.util.find_spec(TRITON_DEVICE_QUERIES):  # since jax 0.12
+        queries: Any = importlib.import_module(TRITON_DEVICE_QUERIES)
+        queries.get_device_kind, queries.get_device_platform = lambda: kind, lambda: "gpu"
     original = xla_bridge.canonicalize_platform
     if getattr(original, "knows_cards", False):
         return

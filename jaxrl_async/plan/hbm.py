@@ -132,11 +132,11 @@ def sampler_memory(
     return _worst(resident, moments, by_name, usable)
 
 
-def together_on_a_chip(own: Memory, other: Memory, whose: str) -> Memory:
+def together_on_a_chip(own: Memory, other: Memory, owner: str) -> Memory:
     """Return a side's peak memory on chips that it shares with the other side (named `whose`). The
     sides alternate, and each keeps what it needs for its next turn."""
-    kept = {f"{whose}: {kind}": v for kind, v in other.kinds.items() if kind not in MOMENTARY}
-    return replace(own, kinds={**own.kinds, **kept})
+    lasting = {f"{owner}: {kind}": v for kind, v in other.kinds.items() if kind not in MOMENTARY}
+    return replace(own, kinds={**own.kinds, **lasting})
 
 
 def _worst(
@@ -151,8 +151,8 @@ def _worst(
         kinds = {**resident, **more}
         program = programs[name]
         used = sum(v for k, v in kinds.items() if k in ARGUMENTS[name])
-        asked = max(0.0, program.needed_bytes - used)
-        kinds["activations and temporaries"] = max(program.temp_bytes, asked)
+        requested = max(0.0, program.needed_bytes - used)
+        kinds["activations and temporaries"] = max(program.temp_bytes, requested)
         candidates.append(
             Memory(
                 kinds={k: v for k, v in kinds.items() if v},

@@ -153,18 +153,18 @@ def _walk(
     assert depth < MAX_NESTING, f"{name} is nested too deep"
     yield name, times
     for instruction in program.computations.get(name, ()):
-        turns, left = 1.0, open_turns
+        iterations, left = 1.0, open_turns
         if instruction.opcode == "while":
             counted = trip_count(program, instruction, name)
             if counted is None:
-                turns, left = (open_turns[0] if open_turns else 0.0), open_turns[1:]
+                iterations, left = (open_turns[0] if open_turns else 0.0), open_turns[1:]
             else:
-                turns = float(counted)
+                iterations = float(counted)
         called = _CALLED.findall(instruction.rest)
         if branches := branches_of(instruction):
             called.append(choose(branches, left))
-        for one in called:
-            yield from _walk(program, one, times * turns, choose, left, depth + 1)
+        for computation in called:
+            yield from _walk(program, computation, times * iterations, choose, left, depth + 1)
 
 
 def branches_of(instruction: Instruction) -> tuple[str, ...]:

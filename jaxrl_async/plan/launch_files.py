@@ -51,12 +51,12 @@ def best_that_fits(
         try:
             other = split_config(config, split.trainer_chips, now, split.samplers)
             slice_ = parse_slice(f"{chip.generation}-{split.trainer_chips}")
-            found = plan_run(other, slice_, (plan.sampler.where.chip, split.sampler_chips), lengths)
+            best = plan_run(other, slice_, (plan.sampler.where.chip, split.sampler_chips), lengths)
         except (ConfigError, MeshError) as error:
             log.info("%d + %d: %s", split.trainer_chips, split.sampler_chips, error)
             continue
-        if found.fits:
-            return other, found
+        if best.fits:
+            return other, best
         log.info("%d + %d does not fit", split.trainer_chips, split.sampler_chips)
     return config, plan
 

@@ -127,10 +127,10 @@ def _coarser(counts: dict[float, float]) -> Histogram:
     total, size = sum(counts.values()), max(1, math.ceil(len(ordered) / MOST_VALUES))
     parts = [ordered[at : at + size] for at in range(0, len(ordered), size)]
     weights = [sum(w for _, w in part) for part in parts]
-    kept = [(part, w) for part, w in zip(parts, weights, strict=True) if w]
+    nonempty = [(part, w) for part, w in zip(parts, weights, strict=True) if w]
     return Histogram(
-        values=tuple(float(round(sum(n * x for n, x in part) / w)) for part, w in kept),
-        weights=tuple(w / total for _, w in kept),
+        values=tuple(float(round(sum(n * x for n, x in part) / w)) for part, w in nonempty),
+        weights=tuple(w / total for _, w in nonempty),
     )
 
 

@@ -129,7 +129,7 @@ class Pipeline:
     save_s: float = 0.0  # pause of the trainer for a checkpoint
 
     @property
-    def places(self) -> int:
+    def capacity(self) -> int:
         """The gate's bound on concurrent groups."""
         if self.when_too_old == "drop":
             return memory_bound(self.max_staleness, self.groups_per_step, self.overcommit)

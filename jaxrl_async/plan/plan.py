@@ -13,13 +13,13 @@ from jaxrl_async.host import USUAL_GPU_SHARE, gpu_memory
 from jaxrl_async.mesh import TRAINER_RULES, num_shards
 from jaxrl_async.model.lora import lora_of, trained_table
 from jaxrl_async.model.spec import ModelSpec, num_in
+from jaxrl_async.plan.chip_placement import Placement, place_on_chips
 from jaxrl_async.plan.chips import GIB, Chip, Slice, is_slice
 from jaxrl_async.plan.compiled import Compiled, compiled
 from jaxrl_async.plan.cost import BETWEEN_SLICES, Kernel
 from jaxrl_async.plan.hbm import Memory, sampler_memory, together_on_a_chip, trainer_memory
 from jaxrl_async.plan.lengths import mean_context
 from jaxrl_async.plan.pipeline import Histogram, Pipeline, Samplers
-from jaxrl_async.plan.places import Places, make_places
 from jaxrl_async.plan.programs import (
     Held,
     base_on_trainer,
@@ -177,7 +177,7 @@ def plan_run(
 
     Args:
         config: the run.
-        trainer, samplers: the slices, see make_places.
+        trainer, samplers: the slices, see place_on_chips.
         lengths: of answers, tokens.
 
     Raises:
@@ -185,24 +185,24 @@ def plan_run(
     """
     check(config)
     spec = spec_of(config)
-    places = make_places(config, trainer, samplers)
-    programs, held = lowered(config, spec, places)
-    return make_plan(config, spec, places, [compiled(one) for one in programs], held, lengths)
+    placement = place_on_chips(config, trainer, samplers)
+    programs, held = lowered(config, spec, placement)
+    return make_plan(config, spec, placement, [compiled(one) for one in programs], held, lengths)
 
 
 def make_plan(
     config: schema.Config,
     spec: ModelSpec,
-    places: Places,
+    placement: Placement,
     programs: Sequence[Compiled],
     held: Held,
     lengths: Histogram,
 ) -> Plan:
     """Make the plan from the compiled programs."""
     load = load_of(config, spec, held, lengths)
-    trainer = trainer_side(config, spec, places, programs, held)
-    sampler = sampler_side(config, places, programs, held, load)
-    if places.slices.colocated:
+    trainer = trainer_side(config, spec, placement, programs, held)
+    sampler = sampler_side(config, placement, programs, held, load)
+    if placement.slices.colocated:
         trainer, sampler = (
             replace(trainer, memory=together_on_a_chip(trainer.memory, sampler.memory, "sampler")),
             replace(sampler, memory=together_on_a_chip(sampler.memory, trainer.memory, "trainer")),
@@ -211,24 +211,27 @@ def make_plan(
     return Plan(
         name=config.run.name,
         spec=spec,
-        num_samplers=places.num_samplers,
+        num_samplers=placement.num_samplers,
         trainer=trainer,
         sampler=sampler,
         together=(
-            together(config, spec, places, trainer, sampler, held, load, lengths)
+            together(config, spec, placement, trainer, sampler, held, load, lengths)
             if accepted
             else None
         ),
         lengths=lengths,
         checkpoint_bytes=_checkpoint_bytes(config, spec),
-        notes=(*_notes(config), *_card_notes(places.trainer.chip, trainer.memory, sampler.memory)),
+        notes=(
+            *_notes(config),
+            *_card_notes(placement.trainer.chip, trainer.memory, sampler.memory),
+        ),
     )
 
 
 def together(
     config: schema.Config,
     spec: ModelSpec,
-    places: Places,
+    placement: Placement,
     trainer: Side,
     sampler: Side,
     held: Held,
@@ -236,13 +239,13 @@ def together(
     lengths: Histogram,
 ) -> Together:
     """Estimate both sides at the mean lengths, and simulate the run."""
-    colocated = places.slices.colocated
+    colocated = placement.slices.colocated
     decode = decode_of(config, spec, sampler, held, load, lengths)
-    learning = learning_of(config, spec, places, trainer, lengths)
-    copy_bytes = bytes_per_device(held.sent) * places.slices.sampler.size
-    transfer_s, tree = transfer_of(config, places, copy_bytes)
-    bound_s, _ = transfer_of(config, places, copy_bytes, measured=False)
-    pipeline = pipeline_of(config, places, learning, decode, transfer_s, lengths)
+    learning = learning_of(config, spec, placement, trainer, lengths)
+    copy_bytes = bytes_per_device(held.sent) * placement.slices.sampler.size
+    transfer_s, tree = transfer_of(config, placement, copy_bytes)
+    bound_s, _ = transfer_of(config, placement, copy_bytes, measured=False)
+    pipeline = pipeline_of(config, placement, learning, decode, transfer_s, lengths)
     pipeline = replace(pipeline, tree=tree)
     return Together(
         learning=learning,
@@ -252,23 +255,27 @@ def together(
         transport=None if tree is None else transport_of(config),
         between_slices=between_slices(config, trainer, learning),
         splits=()
-        if colocated or places.trainer.count > 1
-        else best_splits(places, trainer.memory, learning, decode),
+        if colocated or placement.trainer.count > 1
+        else best_splits(placement, trainer.memory, learning, decode),
         pipeline=pipeline,
         outcome=None
         if colocated
         else simulate(pipeline, updates=40, warm_up=10, seed=config.run.seed),
         in_turns_tokens_per_s=1
-        / (1 / learning.tokens_per_s + 1 / (decode.tokens_per_s * places.num_samplers)),
+        / (1 / learning.tokens_per_s + 1 / (decode.tokens_per_s * placement.num_samplers)),
     )
 
 
 def trainer_side(
-    config: schema.Config, spec: ModelSpec, places: Places, programs: Sequence[Compiled], held: Held
+    config: schema.Config,
+    spec: ModelSpec,
+    placement: Placement,
+    programs: Sequence[Compiled],
+    held: Held,
 ) -> Side:
     """Return the trainer's programs with their times, and its memory."""
     own = tuple(p for p in programs if p.side == "trainer")
-    mesh, where = places.slices.trainer, places.trainer
+    mesh, where = placement.slices.trainer, placement.trainer
     params = bytes_per_device(trained(config, spec, mesh))
     wide = bytes_per_device(trained(config, spec, mesh, jnp.float32))
     older = bytes_per_device(reference(config, spec, mesh))
@@ -309,8 +316,8 @@ def pages_at(kv: MemoryPlan, context: float) -> float:
     """Return the pages of a sequence of this length, on average over its end position in a page;
     for layers with a window at most the pages that it keeps."""
     whole = context / kv.page_tokens + 1
-    kept = (g.pages_behind(kv.page_tokens) + 2 if g.window else whole for g in kv.layout.groups)
-    return sum(min(whole, pages) for pages in kept)
+    held = (g.pages_behind(kv.page_tokens) + 2 if g.window else whole for g in kv.layout.groups)
+    return sum(min(whole, pages) for pages in held)
 
 
 def read_tokens(spec: ModelSpec, page_tokens: int, context: float) -> float:
@@ -323,14 +330,14 @@ def read_tokens(spec: ModelSpec, page_tokens: int, context: float) -> float:
 
 def sampler_side(
     config: schema.Config,
-    places: Places,
+    placement: Placement,
     programs: Sequence[Compiled],
     held: Held,
     load: DecodeLoad,
 ) -> Side:
     """Return a sampler's programs with their times, and its memory."""
     own = tuple(p for p in programs if p.side == "sampler")
-    where = places.sampler
+    where = placement.sampler
     # Frozen models are assumed to be as large as the policy: they are not read here.
     beside = resident_snapshots(config.players) + len(frozen_models(config.players))
     each = bytes_per_device((held.weights, held.state.kv, held.state.logits))
@@ -396,13 +403,13 @@ def prompt_tokens(config: schema.Config) -> int:
 
 
 def learning_of(
-    config: schema.Config, spec: ModelSpec, places: Places, side: Side, lengths: Histogram
+    config: schema.Config, spec: ModelSpec, placement: Placement, side: Side, lengths: Histogram
 ) -> Learning:
     """Estimate the trainer's step: micro-batches, updates and a cast."""
-    chip, devices = places.trainer.chip, places.slices.trainer.size
+    chip, devices = placement.trainer.chip, placement.slices.trainer.size
     sequences = config.algorithm.groups_per_step * config.algorithm.group_size
     tokens = sequences * (prompt_tokens(config) + lengths.mean)
-    full = rows_of(config, places) * config.row_length
+    full = rows_of(config, placement) * config.row_length
     parts = config.algorithm.minibatches  # each is packed and padded separately
     micro_batches = parts * -(-tokens // (parts * full * PACKING))
     gradient = side.timings["gradient"]
@@ -425,15 +432,15 @@ def learning_of(
     )
 
 
-def rows_of(config: schema.Config, places: Places) -> int:
+def rows_of(config: schema.Config, placement: Placement) -> int:
     """Return the rows of a micro-batch, as the trainer rounds them."""
-    shards = num_shards(places.slices.trainer, TRAINER_RULES, "batch")
+    shards = num_shards(placement.slices.trainer, TRAINER_RULES, "batch")
     return rows_per_micro_batch(config.trainer.micro_batch_tokens, config.row_length, shards)
 
 
 def pipeline_of(
     config: schema.Config,
-    places: Places,
+    placement: Placement,
     learning: Learning,
     decode: Decode,
     transfer_s: float,
@@ -441,13 +448,13 @@ def pipeline_of(
 ) -> Pipeline:
     """Return the pipeline for simulate()."""
     section, load = config.sampler, decode.load
-    read_s = on_pages_s(load.read_bytes, load.kernel, places.sampler)  # as in timing
+    read_s = on_pages_s(load.read_bytes, load.kernel, placement.sampler)  # as in timing
     return Pipeline(
         samplers=Samplers(
             slots=load.rows,
             rows=(load.rows,),
             step_s=(max(decode.step_s - read_s, 1e-6),),
-            count=places.num_samplers,
+            count=placement.num_samplers,
             reserve=int(load.rows * section.reserve),
             block=section.block,
             context_token_s=read_s / (load.rows * load.context),
@@ -472,7 +479,7 @@ SHARED = ("parameters", "optimiser", "gradients", "reference", "frozen base")
 
 
 def best_splits(
-    places: Places, memory: Memory, learning: Learning, decode: Decode
+    placement: Placement, memory: Memory, learning: Learning, decode: Decode
 ) -> tuple[ChipSplit, ...]:
     """Return splits of the same chips, fastest first.
 
@@ -480,15 +487,15 @@ def best_splits(
     samplers of their present size. Each side's speed per chip is assumed to be constant. With two
     generations there is only the configured split.
     """
-    now, own = places.trainer.num_chips, places.sampler.num_chips
-    total = now + places.num_samplers * own
-    mixed = places.trainer.chip.generation != places.sampler.chip.generation
+    now, own = placement.trainer.num_chips, placement.sampler.num_chips
+    total = now + placement.num_samplers * own
+    mixed = placement.trainer.chip.generation != placement.sampler.chip.generation
     state = sum(memory.kinds.get(kind, 0.0) for kind in SHARED)
     splits = []
     for chips in (2**n for n in range(total.bit_length())):
         samplers = (total - chips) // own
         needed = memory.total_bytes + state * (now / chips - 1)
-        possible = not mixed and is_slice(places.trainer.chip, chips)
+        possible = not mixed and is_slice(placement.trainer.chip, chips)
         if samplers < 1 or (chips != now and not (possible and needed <= memory.usable_bytes)):
             continue
         of_trainer = learning.tokens_per_s / now * chips
@@ -533,10 +540,10 @@ def between_slices(
         "update": epochs * config.algorithm.minibatches,
     }
     sent = sum(
-        runs.get(program.name, 0.0) * talk.num_bytes
+        runs.get(program.name, 0.0) * collective.num_bytes
         for program in trainer.programs
-        for talk in program.cost.collectives
-        if talk.axes == BETWEEN_SLICES
+        for collective in program.cost.collectives
+        if collective.axes == BETWEEN_SLICES
     )
     return BetweenSlices(
         slices=trainer.where.count,

@@ -26,9 +26,9 @@ from jaxrl_async.model.kernels import page_head_dim
 from jaxrl_async.model.lora import combined, lora_of, trained_table
 from jaxrl_async.model.own_spec import own_spec
 from jaxrl_async.model.spec import ModelSpec, Weight, weight_table
+from jaxrl_async.plan.chip_placement import Placement
 from jaxrl_async.plan.chips import Slice
 from jaxrl_async.plan.cost import Kernel
-from jaxrl_async.plan.places import Places
 from jaxrl_async.run.builders.initial_policy import decoder_of
 from jaxrl_async.run.builders.learning import (
     check_routing,
@@ -114,22 +114,22 @@ def spec_of(config: schema.Config) -> ModelSpec:
 
 
 def lowered(
-    config: schema.Config, spec: ModelSpec, places: Places
+    config: schema.Config, spec: ModelSpec, placement: Placement
 ) -> tuple[tuple[Lowered, ...], Held]:
     """Lower all programs of a run; return them and the sampler's arrays.
 
     Raises ConfigError, MeshError.
     """
     check_routing(config.algorithm, config.model, spec)
-    pushed = _pushed(config, spec, places)
-    of_trainer = trainer_programs(config, spec, places, pushed["cast"])
-    of_sampler, held = sampler_programs(config, spec, places, pushed)
+    pushed = _pushed(config, spec, placement)
+    of_trainer = trainer_programs(config, spec, placement, pushed["cast"])
+    of_sampler, held = sampler_programs(config, spec, placement, pushed)
     return (*of_trainer, *of_sampler), held
 
 
-def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str, Any]:
+def _pushed(config: schema.Config, spec: ModelSpec, placement: Placement) -> dict[str, Any]:
     """Lower the programs that send the weights to one sampler. Raises MeshError."""
-    slices, sent = places.slices, sent_weights(config.weights, config.model, spec)
+    slices, sent = placement.slices, sent_weights(config.weights, config.model, spec)
     push = sent.push(slices.trainer, slices.sampler)
     return push.lower(trained(config, spec, slices.trainer))
 
@@ -138,15 +138,15 @@ def _pushed(config: schema.Config, spec: ModelSpec, places: Places) -> dict[str,
 
 
 def trainer_programs(
-    config: schema.Config, spec: ModelSpec, places: Places, cast: object
+    config: schema.Config, spec: ModelSpec, placement: Placement, cast: object
 ) -> list[Lowered]:
     """Lower the trainer's programs: gradient, optimizer update, the log-prob pass if a step needs
     one, and the cast of sent weights.
 
     Raises ConfigError.
     """
-    mesh = places.slices.trainer
-    step = make_step(config, spec, places.slices, config.run.steps)
+    mesh = placement.slices.trainer
+    step = make_step(config, spec, placement.slices, config.run.steps)
     params = trained(config, spec, mesh)
     scalar = partial(jax.ShapeDtypeStruct, (), sharding=NamedSharding(mesh, PartitionSpec()))
     losses = tuple(scalar(jnp.float32) for _ in config.algorithm.components)
@@ -159,12 +159,16 @@ def trainer_programs(
         base=base_on_trainer(config, spec, mesh),
         noise=Noise(scalar(jnp.int32), scalar(jnp.int32)) if drops else None,
     )
-    common: dict[str, Any] = {"slice": places.trainer, "mesh": dict(mesh.shape), "side": "trainer"}
+    common: dict[str, Any] = {
+        "slice": placement.trainer,
+        "mesh": dict(mesh.shape),
+        "side": "trainer",
+    }
     options = dict(config.trainer.compiler_options)
     micro = micro_batch(config, spec, step)
     programs = step.programs.lower(params, micro, context, frozen)
     if own_passes(config):
-        settings = learning(config, places.slices)
+        settings = learning(config, placement.slices)
         own = LogprobPass(spec, settings, temperature=config.sampler.temperature)
         tokens = TokenRows(*(getattr(micro, name) for name in TOKENS_OF_A_PASS))
         whole = params if frozen.base is None else combined(frozen.base, params)
@@ -253,13 +257,13 @@ def micro_batch(
 
 
 def sampler_programs(
-    config: schema.Config, spec: ModelSpec, places: Places, pushed: Mapping[str, object]
+    config: schema.Config, spec: ModelSpec, placement: Placement, pushed: Mapping[str, object]
 ) -> tuple[list[Lowered], Held]:
     """Lower the sampler's programs: the unpacking of weights at a swap, a prefill, a decode block.
 
     The block has all slots busy and contexts up to max_length. Raises ConfigError.
     """
-    mesh = places.slices.sampler
+    mesh = placement.slices.sampler
     dtype, keeps = jnp.dtype(config.model.computes_in), config.algorithm.keep_routing
     plan = kv_plan(spec, config.sampler, dtype, mesh=mesh, keep_routing=keeps)
     engine = build_engine(spec, plan, config.sampler, mesh, dtype=dtype, keep_routing=keeps)
@@ -282,7 +286,7 @@ def sampler_programs(
             name=name,
             side="sampler",
             program=program,
-            slice=places.sampler,
+            slice=placement.sampler,
             mesh=dict(mesh.shape),
             open_turns=(float(engine.spec.block),) if name == "decode" else (),
         )

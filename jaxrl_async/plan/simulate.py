@@ -1,6 +1,6 @@
 """A discrete-event simulation of the pipeline: how busy each part and how stale the data will be.
 
-    gate ──groups──> [ sampler: queue > places > blocks of K steps ] x N ──> scorers ──> ready
+    gate ──groups──> [ sampler: queue > columns > blocks of K steps ] x N ──> scorers ──> ready
       ^                        ^ swap, between two blocks                                  │
       └──── slots freed ── live in all <── transfer <── publish <── update <── P groups ───┘
 
@@ -24,7 +24,7 @@ import numpy as np
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.plan.pipeline import Pipeline, check_pipeline
 from jaxrl_async.plan.simulated_fleet import FleetEvents, FleetTotals, SimulatedFleet
-from jaxrl_async.plan.simulated_sampler import drawing
+from jaxrl_async.plan.simulated_sampler import value_sampler
 from jaxrl_async.plan.timeline import Timeline
 
 STUCK_S = 86_400.0
@@ -97,7 +97,7 @@ class _Group:
     """A prompt with its answers, from the gate to the trainer."""
 
     number: int
-    left: int  # unfinished answers
+    unfinished: int  # answers
     oldest: int = -1  # version of its first token; -1: none yet
     tokens: int = 0  # of finished answers
     version_tokens: int = 0  # the sum of their versions
@@ -128,21 +128,21 @@ class _Run:
     def __init__(self, pipeline: Pipeline, seed: int) -> None:
         self.p, self.version, self.time = pipeline, 0, Timeline()
         self.totals, self.dropped_tokens, self.dropped_groups = _Totals(), 0, 0
-        self._lengths = drawing(pipeline.answer_tokens, np.random.default_rng([seed, 0]))
-        self._scores = drawing(pipeline.score_s, np.random.default_rng([seed, 1]))
+        self._lengths = value_sampler(pipeline.answer_tokens, np.random.default_rng([seed, 0]))
+        self._scores = value_sampler(pipeline.score_s, np.random.default_rng([seed, 1]))
         # the gate and the buffer
         self.pending: dict[int, _Group] = {}  # admitted, neither taken nor dropped; ascending
         self.next_group = 0
         self.first_unready = 0  # lowest number of a pending group that is not ready
         self.leading = 0  # pending groups below that, all ready
-        self.taken: dict[int, int] = {}  # version at the draw -> slots held until it is live
+        self.held_slots: dict[int, int] = {}  # version at the draw -> slots held until it is live
         self.num_ready = self.num_scoring = 0
         self.to_score: deque[_Group] = deque()  # wait for a scorer
         # the trainer
         self.waits = True  # whether it waits for groups
         self.step_from = self.trained_at = 0.0
         self.waits_to_publish = False
-        events = FleetEvents(on_finished=self.finished, on_taken=self.taken_by, on_live=self.freed)
+        events = FleetEvents(on_finished=self.finished, on_swap=self.swap_begun, on_live=self.freed)
         self.fleet = SimulatedFleet(pipeline, self.time, events, seed)
         self.admit()
 
@@ -154,9 +154,9 @@ class _Run:
         updated_at = self.time.now
         while self.totals.updates < updates:
             before = self.totals.updates
-            at_s, act, given = self.time.next()
+            at_s, action, args = self.time.next()
             self._pass(at_s)
-            act(*given)
+            action(*args)
             if self.totals.updates > before:
                 updated_at = self.time.now
             elif self.p.turnover is not None and self.time.now - updated_at > STUCK_S:
@@ -173,15 +173,15 @@ class _Run:
         passed_s = at_s - self.time.now
         self.totals.scoring_group_s += passed_s * self.num_scoring
         self.totals.ready_group_s += passed_s * self.num_ready
-        self.fleet.totals.present_s += passed_s * len(self.fleet.at_work)
+        self.fleet.totals.present_s += passed_s * len(self.fleet.running)
         self.time.now = at_s
 
     # ---- the gate
 
     def admit(self) -> None:
         """Admit groups to all free slots."""
-        active = len(self.pending) + sum(self.taken.values())
-        for _ in range(max(0, self.p.places - active)):
+        active = len(self.pending) + sum(self.held_slots.values())
+        for _ in range(max(0, self.p.capacity - active)):
             group = _Group(self.next_group, self.p.group_size)
             self.pending[group.number] = group
             self.next_group += 1
@@ -189,18 +189,18 @@ class _Run:
 
     def freed(self, live: int) -> None:
         """Free the slots of the steps whose weights are live in every sampler."""
-        self.taken = {at: n for at, n in self.taken.items() if at >= live}
+        self.held_slots = {at: n for at, n in self.held_slots.items() if at >= live}
         self.admit()
 
     def finished(self, answers: Sequence[list[int]]) -> None:
         """Score the groups whose last answer is done."""
         for tokens, versions, number, oldest in answers:
             group = self.pending[number]
-            group.left -= 1
+            group.unfinished -= 1
             group.tokens += tokens
             group.version_tokens += versions
             group.oldest = oldest if group.oldest < 0 else min(group.oldest, oldest)
-            if not group.left:
+            if not group.unfinished:
                 self.num_scoring += 1
                 self.to_score.append(group)
         self.score()
@@ -288,7 +288,7 @@ class _Run:
         if drops:  # their slots are free immediately
             self.admit()
         else:
-            self.taken[self.version] = len(groups)
+            self.held_slots[self.version] = len(groups)
         tokens += len(groups) * self.p.group_size * self.p.prompt_tokens
         update_s = self.p.update_s + tokens * self.p.update_token_s
         self.totals.train_s += update_s
@@ -302,11 +302,11 @@ class _Run:
 
     def publish(self) -> None:
         """Publish it, once every sampler that is a thread has taken the previous version."""
-        self.waits_to_publish = not self.fleet.all_taken
+        self.waits_to_publish = not self.fleet.may_publish
         if not self.waits_to_publish:
             self.time.after(self.p.publish_s, self.published)
 
-    def taken_by(self) -> None:
+    def swap_begun(self) -> None:
         """Publish the version that is waiting for the samplers."""
         if self.waits_to_publish:
             self.publish()
@@ -331,7 +331,7 @@ def _outcome(run: _Run, before: _Totals, after: _Totals) -> SimulationResult:
     wall_s = max(after.at_s - before.at_s, 1e-12)
     updates = after.updates - before.updates
     first, last, tree = before.fleet, after.fleet, run.fleet.tree
-    trained, drawn = after.trained - before.trained, last.drawn - first.drawn
+    trained, sampled = after.trained - before.trained, last.sampled - first.sampled
     slot_steps = last.slot_steps - first.slot_steps
     step_s, data_s = after.step_s - before.step_s, after.data_s - before.data_s
     publish_s, train_s = after.publish_s - before.publish_s, after.train_s - before.train_s
@@ -342,10 +342,10 @@ def _outcome(run: _Run, before: _Totals, after: _Totals) -> SimulationResult:
         wall_s=wall_s,
         updates_per_s=updates / wall_s,
         trained_tokens_per_s=trained / wall_s,
-        generated_tokens_per_s=drawn / wall_s,
+        generated_tokens_per_s=sampled / wall_s,
         trainer_busy_share=train_s / step_s if step_s else 1.0,
         sampler_busy_share=1.0 - idle,
-        slot_occupancy=drawn / slot_steps if slot_steps else 0.0,
+        slot_occupancy=sampled / slot_steps if slot_steps else 0.0,
         staleness_mean=(after.lag_tokens - before.lag_tokens) / trained,
         staleness_max=after.oldest,
         wait_data_share=data_s / wall_s,
@@ -354,7 +354,7 @@ def _outcome(run: _Run, before: _Totals, after: _Totals) -> SimulationResult:
         sampler_idle_share=idle,
         scoring_mean=(after.scoring_group_s - before.scoring_group_s) / wall_s,
         ready_mean=(after.ready_group_s - before.ready_group_s) / wall_s,
-        drawn_tokens=last.drawn,
+        drawn_tokens=last.sampled,
         trained_tokens=after.trained,
         dropped_tokens=run.dropped_tokens,
         left_tokens=run.fleet.left_tokens + sum(g.tokens for g in run.pending.values()),
@@ -364,7 +364,7 @@ def _outcome(run: _Run, before: _Totals, after: _Totals) -> SimulationResult:
         leaves=last.leaves,
         kills=last.kills,
         moved_answers=last.moved,
-        begun_again_answers=last.begun_again,
+        begun_again_answers=last.restarted,
         lost_tokens=last.lost,
         prefilled_again_tokens=last.prefilled_again,
         trainer_sent_bytes=tree.sent_bytes if tree is not None else 0.0,

@@ -1,6 +1,6 @@
 """The simulated samplers: which ones run, which requests and weights each of them has.
 
-    queue ──> [ sampler: queue > places > blocks of K steps ] ... ──> finished answers
+    queue ──> [ sampler: queue > columns > blocks of K steps ] ... ──> finished answers
                    ^ swap, between two blocks             └── leaves: its requests go to others
                    └── sent by the trainer, or along a WeightTree
 
@@ -18,21 +18,21 @@ import numpy as np
 from jaxrl_async.plan.pipeline import Pipeline, Turnover
 from jaxrl_async.plan.simulated_sampler import (
     BEGUN,
-    DRAWN,
+    SAMPLED,
     BlockTimes,
     Doubles,
     Longs,
     SimulatedSampler,
     block_of,
-    drawn_of,
     fresh_sequences,
+    sampled_in,
 )
 from jaxrl_async.plan.simulated_turnover import SimulatedTurnover, check_wait
 from jaxrl_async.plan.timeline import Timeline
 from jaxrl_async.plan.weight_tree import Sending, WeightTree
 from jaxrl_async.sampler.router.dealing import Candidate
 
-NOBODY = 2**62
+NO_ROOM = 2**62
 """Load of a sampler that cannot be given requests."""
 
 
@@ -40,7 +40,7 @@ NOBODY = 2**62
 class FleetTotals:
     """Counters since the start; a measurement is the difference of two."""
 
-    drawn: int = 0  # tokens
+    sampled: int = 0  # tokens
     slot_steps: int = 0
     idle_s: float = 0.0  # all samplers together
     present_s: float = 0.0  # all samplers together
@@ -50,7 +50,7 @@ class FleetTotals:
     leaves: int = 0
     kills: int = 0
     moved: int = 0  # answers
-    begun_again: int = 0  # answers
+    restarted: int = 0  # answers
     lost: int = 0  # tokens
     prefilled_again: int = 0  # tokens
 
@@ -61,7 +61,7 @@ class FleetEvents:
 
     on_finished: Callable[[Sequence[list[int]]], None]
     """Finished answers, each [tokens, sum of versions, group's number, oldest version]."""
-    on_taken: Callable[[], None]  # a sampler begins to swap
+    on_swap: Callable[[], None]  # a sampler begins to swap
     on_live: Callable[[int], None]  # a version is live in every sampler
 
 
@@ -93,19 +93,19 @@ class SimulatedTransfers:
     def start(self) -> None:
         """Start all transfers that can begin."""
         for sending in self._tree.start(self._time.now):
-            self._look(sending)
+            self._poll(sending)
 
     def end(self, sampler: int) -> None:
         """Remove a sampler; transfers from it continue with another source."""
-        for sending in self._tree.gone(sampler, self._time.now):
-            self._look(sending)
+        for sending in self._tree.remove(sampler, self._time.now):
+            self._poll(sending)
         self.start()
 
-    def _look(self, sending: Sending) -> None:
+    def _poll(self, sending: Sending) -> None:
         """Stage the weights if they have arrived, otherwise check again when they may have."""
-        seconds = self._tree.look(sending, self._time.now)
+        seconds = self._tree.poll(sending, self._time.now)
         if seconds is not None and seconds > 0:
-            self._time.after(seconds, self._look, sending)
+            self._time.after(seconds, self._poll, sending)
         elif seconds is not None:
             self._time.after(self._stage_s, self._staged, sending)
             self.start()
@@ -117,10 +117,10 @@ class SimulatedFleet:
     def __init__(
         self, pipeline: Pipeline, timeline: Timeline, events: FleetEvents, seed: int
     ) -> None:
-        self._p, self._time, self._tell = pipeline, timeline, events
+        self._p, self._time, self._events = pipeline, timeline, events
         side = pipeline.samplers
-        places = side.slots + side.reserve
-        self.at_work = {n: SimulatedSampler(n, places) for n in range(side.count)}
+        capacity = side.slots + side.reserve
+        self.running = {n: SimulatedSampler(n, capacity) for n in range(side.count)}
         self.unnoticed: dict[int, SimulatedSampler] = {}  # killed, but still counted
         self.loads = np.zeros(side.count, np.int64)  # unfinished answers, by sampler
         self.totals = FleetTotals()
@@ -138,12 +138,12 @@ class SimulatedFleet:
             self._transfers = SimulatedTransfers(
                 self.tree, timeline, pipeline.tree.stage_s, self._staged
             )
-            for number in self.at_work:
+            for number in self.running:
                 self._transfers.ready(number, 0)
         self._turnover = pipeline.turnover or Turnover()
         self._chance = np.random.default_rng([seed, 2])
         SimulatedTurnover(  # its events keep it alive
-            self._turnover, timeline, self._chance, self._ask, self._go
+            self._turnover, timeline, self._chance, self._request_weights, self._remove_random
         )
 
     # ---- requests
@@ -165,13 +165,13 @@ class SimulatedFleet:
                 break
             self._deal(index, self._queue.popleft())
 
-    def _deal_again(self, groups: Sequence[Longs]) -> None:
+    def _redeal(self, groups: Sequence[Longs]) -> None:
         """Deal the requests of a sampler that is gone, in order of submission. Started requests go
         immediately, with room or not; the rest go before or behind all waiting requests."""
         first = self._turnover.again_first
         for columns in reversed(groups) if first else groups:
             index = int(self.loads.argmin())
-            if columns[BEGUN].any() and self.loads[index] < NOBODY:
+            if columns[BEGUN].any() and self.loads[index] < NO_ROOM:
                 self._deal(index, columns, first=first)
             elif first:
                 self._queue.appendleft(columns)
@@ -184,37 +184,37 @@ class SimulatedFleet:
 
         first: they overtake the answers that wait there.
         """
-        sampler = self.at_work.get(index) or self.unnoticed[index]
+        sampler = self.running.get(index) or self.unnoticed[index]
         if first:
             sampler.queue.appendleft(columns)
         else:
             sampler.queue.append(columns)
         self.loads[index] += columns.shape[1]
-        if sampler.idle_since is not None and not sampler.called:
-            sampler.called = True
+        if sampler.idle_since is not None and not sampler.waking:
+            sampler.waking = True
             self._time.after(0.0, self._wake, sampler)
 
     @property
     def left_tokens(self) -> int:
         """Generated tokens of unfinished answers."""
-        holders = [*self.at_work.values(), *self.unnoticed.values()]
-        waiting = drawn_of(self._moving) + drawn_of(self._queue)
-        return waiting + sum(s.drawn_tokens for s in holders)
+        holders = [*self.running.values(), *self.unnoticed.values()]
+        waiting = sampled_in(self._moving) + sampled_in(self._queue)
+        return waiting + sum(s.sampled_tokens for s in holders)
 
     def reading(self) -> FleetTotals:
         """Return the current counters."""
         now = self._time.now
-        idle_s = sum(s.idle_until(now) for s in self.at_work.values())
+        idle_s = sum(s.idle_until(now) for s in self.running.values())
         return replace(self.totals, idle_s=self.totals.idle_s + idle_s)
 
     # ---- weights
 
     @property
-    def all_taken(self) -> bool:
+    def may_publish(self) -> bool:
         """Whether the trainer may publish: always with a tree, otherwise once all have taken the
         last
         version."""
-        return self.tree is not None or all(s.staged is None for s in self.at_work.values())
+        return self.tree is not None or all(s.staged is None for s in self.running.values())
 
     def send(self, version: int) -> None:
         """Send a version to all samplers."""
@@ -223,7 +223,7 @@ class SimulatedFleet:
             self._time.after(self._p.tree.offer_s, self._offer, version)
             return
         more_s = max(0.0, self._p.transfer_s - self._p.publish_s)
-        for sampler in self.at_work.values():
+        for sampler in self.running.values():
             sampler.staged, sampler.arrives_s = version, self._time.now + more_s
             self._time.after(more_s, self._wake, sampler)
 
@@ -242,13 +242,13 @@ class SimulatedFleet:
             else:
                 self._enter(number, version)
             self._transfers.start()
-        elif (sampler := self.at_work.get(number)) is not None:
+        elif (sampler := self.running.get(number)) is not None:
             sampler.staged, sampler.arrives_s = version, self._time.now
             self._wake(sampler)
 
     def _raise_live(self) -> None:
         """Report a newer version that is now live in every sampler."""
-        counted = (*self.at_work.values(), *self.unnoticed.values())
+        counted = (*self.running.values(), *self.unnoticed.values())
         lowest = min((sampler.version for sampler in counted), default=self.live)
         if lowest <= self.live:
             return
@@ -256,15 +256,15 @@ class SimulatedFleet:
         for version in [v for v in self._published_at if v <= lowest]:
             self.totals.live_s += self._time.now - self._published_at.pop(version)
             self.totals.versions += 1
-        self._tell.on_live(lowest)
+        self._events.on_live(lowest)
 
     # ---- a sampler
 
     def _wake(self, sampler: SimulatedSampler) -> None:
         """Begin a round if the sampler is idle."""
-        sampler.called = False
-        if sampler.idle_since is not None and not sampler.gone:
-            sampler.ends_idling(self._time.now)
+        sampler.waking = False
+        if sampler.idle_since is not None and not sampler.removed:
+            sampler.end_idling(self._time.now)
             self._round(sampler)
 
     def _round(self, sampler: SimulatedSampler) -> None:
@@ -276,7 +276,7 @@ class SimulatedFleet:
             self._block(sampler)
             return
         sampler.version, sampler.staged = sampler.staged, None
-        self._tell.on_taken()
+        self._events.on_swap()
         if self._transfers is not None:
             self._transfers.ready(sampler.number, sampler.version)
             self._transfers.start()
@@ -285,7 +285,7 @@ class SimulatedFleet:
     def _swapped(self, sampler: SimulatedSampler) -> None:
         """Start the next block after a swap; slots that it frees are filled in the block after
         it."""
-        if sampler.gone:
+        if sampler.removed:
             return
         self._block(sampler)
         self._raise_live()
@@ -293,7 +293,7 @@ class SimulatedFleet:
     def _block(self, sampler: SimulatedSampler) -> None:
         """Admit sequences, prefill a round and decode a block, or become idle."""
         side = self._p.samplers
-        sampler.place(self._p.prompt_tokens)
+        sampler.admit(self._p.prompt_tokens)
         if not sampler.held:
             sampler.idle_since = self._time.now
             if sampler.staged is not None:  # sent during the last swap
@@ -302,29 +302,29 @@ class SimulatedFleet:
             return
         prefilled = min(sampler.to_prefill - sampler.prefilled, side.prefill_chunk)
         sampler.prefilled += prefilled
-        drawn, steps, rows = block_of(sampler.decodable(), side.slots, side.block)
-        taken_s = self._times.block(prefilled, steps, sampler.seqs[DRAWN, :rows])
-        self._time.after(taken_s, self._block_done, sampler, drawn, steps)
+        sampled, steps, rows = block_of(sampler.decodable(), side.slots, side.block)
+        block_s = self._times.block(prefilled, steps, sampler.seqs[SAMPLED, :rows])
+        self._time.after(block_s, self._block_done, sampler, sampled, steps)
 
-    def _block_done(self, sampler: SimulatedSampler, drawn: Longs, steps: int) -> None:
+    def _block_done(self, sampler: SimulatedSampler, sampled: Longs, steps: int) -> None:
         """Count the generated tokens; start the next block before handing out answers."""
-        if sampler.gone:
+        if sampler.removed:
             return
-        self.totals.drawn += int(drawn.sum())
+        self.totals.sampled += int(sampled.sum())
         self.totals.slot_steps += steps * self._p.samplers.slots
-        done = sampler.drew(drawn)
+        done = sampler.add_sampled(sampled)
         self.loads[sampler.number] -= len(done)
         self._round(sampler)
         self._fill(sampler.number)
-        self._tell.on_finished(done)
+        self._events.on_finished(done)
 
     # ---- samplers that join and leave
 
-    def _ask(self) -> None:
+    def _request_weights(self) -> None:
         """Let a new sampler request its first weights; it gets the next number."""
         assert self._transfers is not None
         number = len(self.loads)
-        self.loads = np.append(self.loads, NOBODY)
+        self.loads = np.append(self.loads, NO_ROOM)
         self._joining.add(number)
         self._transfers.ready(number, -1)
         self._transfers.start()
@@ -335,9 +335,9 @@ class SimulatedFleet:
         assert self._transfers is not None
         self._transfers.ready(number, version)
         self._joining.remove(number)
-        if not self.at_work and not self.unnoticed:
+        if not self.running and not self.unnoticed:
             check_wait(self._turnover, now - self._empty_since)
-        self.at_work[number] = SimulatedSampler(
+        self.running[number] = SimulatedSampler(
             number, side.slots + side.reserve, version=version, now=now
         )
         self.totals.joins += 1
@@ -345,12 +345,12 @@ class SimulatedFleet:
         self._fill()
         self._raise_live()
 
-    def _go(self, notice: bool) -> bool:
+    def _remove_random(self, notice: bool) -> bool:
         """Remove a running sampler, chosen at random; return False if there is none to remove.
 
         notice: it hands its requests back; otherwise it ends without notice.
         """
-        staying = [s for s in self.at_work.values() if not s.leaves]
+        staying = [s for s in self.running.values() if not s.leaves]
         if not staying:
             return False
         sampler = staying[int(self._chance.integers(len(staying)))]
@@ -369,9 +369,9 @@ class SimulatedFleet:
     def _remove(self, sampler: SimulatedSampler) -> None:
         """Stop a sampler and its transfers."""
         assert self._transfers is not None
-        sampler.ends_idling(self._time.now)
-        sampler.gone = True
-        del self.at_work[sampler.number]
+        sampler.end_idling(self._time.now)
+        sampler.removed = True
+        del self.running[sampler.number]
         self.totals.idle_s += sampler.idle_s
         self._transfers.end(sampler.number)
 
@@ -385,20 +385,20 @@ class SimulatedFleet:
     def _noticed(self, sampler: SimulatedSampler) -> None:
         """Count a killed sampler as lost; its requests start over."""
         del self.unnoticed[sampler.number]
-        self._deal_again(self._uncount(sampler, with_tokens=False))
+        self._redeal(self._uncount(sampler, with_tokens=False))
 
     def _uncount(self, sampler: SimulatedSampler, *, with_tokens: bool) -> list[Longs]:
         """Unregister a sampler from the gate and the router; return its requests."""
-        begun = int((sampler.seqs[DRAWN, : sampler.held] > 0).sum())
+        begun = int((sampler.seqs[SAMPLED, : sampler.held] > 0).sum())
         groups, lost = sampler.hand_back(with_tokens=with_tokens)
         if with_tokens:
             self.totals.moved += begun
             self.totals.prefilled_again += sum(int(g[BEGUN].sum()) for g in groups)
         else:
-            self.totals.begun_again += begun
+            self.totals.restarted += begun
             self.totals.lost += lost
-        self.loads[sampler.number] = NOBODY
-        if not self.at_work and not self.unnoticed:
+        self.loads[sampler.number] = NO_ROOM
+        if not self.running and not self.unnoticed:
             self._empty_since = self._time.now
         self._raise_live()
         return groups
@@ -407,4 +407,4 @@ class SimulatedFleet:
         """Deal requests that a sampler handed back."""
         moved = {id(columns) for columns in groups}
         self._moving = [columns for columns in self._moving if id(columns) not in moved]
-        self._deal_again(groups)
+        self._redeal(groups)

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.plan.pipeline import Turnover
-from jaxrl_async.plan.simulated_sampler import drawing
+from jaxrl_async.plan.simulated_sampler import value_sampler
 from jaxrl_async.plan.timeline import Timeline
 
 
@@ -19,7 +19,7 @@ class SimulatedTurnover:
         timeline: Timeline,
         chance: np.random.Generator,
         joins: Callable[[], None],
-        goes: Callable[[bool], bool],
+        removes: Callable[[bool], bool],
     ) -> None:
         """Schedule the changes, and the first preemption.
 
@@ -28,11 +28,11 @@ class SimulatedTurnover:
             timeline: The simulation's events.
             chance: Random numbers for preemptions.
             joins: Called when the process of a new sampler has started.
-            goes: Called to remove a sampler, with or without notice; returns whether there was one.
+            removes: Called to remove a sampler, with notice or not; returns whether there was one.
         """
         self._turnover, self._time, self._chance = turnover, timeline, chance
-        self._joins, self._goes = joins, goes
-        self._replaced_s = drawing(turnover.replaced_s, chance)
+        self._joins, self._removes = joins, removes
+        self._replaced_s = value_sampler(turnover.replaced_s, chance)
         for change in turnover.changes:
             timeline.after(change.at_s, self._change, change.joins, change.leaves, change.kills)
         self._next_preemption()
@@ -46,12 +46,12 @@ class SimulatedTurnover:
         for _ in range(joins):
             self._time.after(self._turnover.start_s, self._joins)
         for number in range(leaves + kills):
-            self._goes(number < leaves)
+            self._removes(number < leaves)
 
     def _preempt(self) -> None:
         """Remove one sampler, and schedule its replacement."""
         turnover = self._turnover
-        if self._goes(self._chance.random() < turnover.handed_back_share):
+        if self._removes(self._chance.random() < turnover.handed_back_share):
             replaced_s = float(self._replaced_s(1)[0])
             self._time.after(replaced_s + turnover.start_s, self._joins)
         self._next_preemption()

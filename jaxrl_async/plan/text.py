@@ -133,8 +133,8 @@ def _program(program: Compiled, time: Timing | None) -> list[str]:
     return lines
 
 
-def _hosts(talk: Collective) -> str:
-    return ", of several hosts" if 0 < talk.near < talk.group else ""
+def _hosts(collective: Collective) -> str:
+    return ", of several hosts" if 0 < collective.near < collective.group else ""
 
 
 def _refused(plan: Plan) -> list[str]:
@@ -222,13 +222,13 @@ def _splits(whole: Together, where: Slice) -> Iterable[str]:
     shown = [s for n, s in enumerate(whole.splits) if n < 3 or s.trainer_chips == now]
     for number, split in enumerate(shown):
         mark = "  <- as configured" if split.trainer_chips == now else ""
-        told = ""
+        simulated = ""
         if not number:
             best = at_split(whole.pipeline, now, split)
-            told = f", simulated {best.trained_tokens_per_s:,.0f}"
+            simulated = f", simulated {best.trained_tokens_per_s:,.0f}"
         yield (
             f"    {split.trainer_chips:5d} + {split.sampler_chips:<5d} "
-            f"{split.answer_tokens_per_s:10,.0f}{told}{mark}"
+            f"{split.answer_tokens_per_s:10,.0f}{simulated}{mark}"
         )
 
 

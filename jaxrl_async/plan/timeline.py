@@ -15,10 +15,10 @@ class Timeline:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
 
-    def after(self, seconds: float, act: Callable[..., None], *given: object) -> None:
+    def after(self, seconds: float, action: Callable[..., None], *args: object) -> None:
         """Schedule an event; events at equal times happen in the order of scheduling."""
         self._number += 1
-        heapq.heappush(self._events, (self.now + seconds, self._number, act, given))
+        heapq.heappush(self._events, (self.now + seconds, self._number, action, args))
 
     def next(self) -> tuple[float, Callable[..., None], tuple[Any, ...]]:
         """Remove the next event; return its time, function and arguments. Raises ConfigError."""
@@ -27,5 +27,5 @@ class Timeline:
                 "no sampler is left and none will join: the simulated run waits forever. Let "
                 "turnover.changes have joins."
             )
-        at_s, _, act, given = heapq.heappop(self._events)
-        return at_s, act, given
+        at_s, _, action, args = heapq.heappop(self._events)
+        return at_s, action, args

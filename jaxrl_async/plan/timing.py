@@ -164,7 +164,7 @@ def timing(
     flops = cost.flops + sum(k.flops for k in kernels)
     seconds = {c: collective_s(c, where) for c in cost.collectives}
     exposed = sum(s for c, s in seconds.items() if c.kind in EXPOSED or c.axes == BETWEEN_SLICES)
-    talk = sum(seconds.values())
+    communication_s = sum(seconds.values())
     on_pages = any(k.name.startswith(ON_PAGES) for k in cost.kernels)  # otherwise they are gathered
     read_bytes = cache_bytes if on_pages else 0.0
     return Timing(
@@ -173,12 +173,12 @@ def timing(
         peak_s=flops / chip.peak_flops,
         kernels_s=sum(_attention_s(k, where) for k in cost.kernels if not k.num_bytes)
         + on_pages_s(read_bytes, ragged, where),
-        hidden_s=talk - exposed,
+        hidden_s=communication_s - exposed,
         exposed_s=exposed,
         roofline_s=max(
             flops / chip.peak_flops,
             (num_bytes + read_bytes) / chip.hbm_bytes_per_s,
-            talk,
+            communication_s,
         ),
     )
 
@@ -204,10 +204,10 @@ def _attention_s(kernel: Kernel, where: Slice) -> float:
     return kernel.flops / chip.peak_flops / share
 
 
-def collective_s(talk: Collective, where: Slice) -> float:
+def collective_s(one: Collective, where: Slice) -> float:
     """Return the seconds of a collective: bytes over the group's links, plus its ring's latency."""
-    if talk.axes == BETWEEN_SLICES:
-        return talk.num_bytes / where.chip.dcn_bytes_per_s
+    if one.axes == BETWEEN_SLICES:
+        return one.num_bytes / where.chip.dcn_bytes_per_s
     hop_s = CARD_HOP_S if where.chip.is_card else HOP_S
-    rate = where.sent_bytes_per_s(talk.group, talk.near, in_a_ring=talk.kind in RINGS)
-    return talk.num_bytes / rate + talk.times * hop_s * talk.group / 2
+    rate = where.sent_bytes_per_s(one.group, one.near, in_a_ring=one.kind in RINGS)
+    return one.num_bytes / rate + one.times * hop_s * one.group / 2

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.config import schema
+from jaxrl_async.plan.chip_placement import Placement
 from jaxrl_async.plan.pipeline import TransferTree
-from jaxrl_async.plan.places import Places
 
 HOST_LINK_BYTES_PER_S = 8e9
 """Assumed bandwidth between a device and its host's memory (PCIe), in one direction."""
@@ -44,8 +44,8 @@ TRANSPORTS: Mapping[str, Transport] = {
 
 def transport_of(config: schema.Config) -> Transport:
     """Return the transport of weights to samplers in separate processes."""
-    here = config.mesh.samplers_in == "processes"
-    auto = "shared_memory" if here else "tcp"
+    on_one_machine = config.mesh.samplers_in == "processes"
+    auto = "shared_memory" if on_one_machine else "tcp"
     transfer = config.remote_settings.transfer
     return TRANSPORTS[auto if transfer == "auto" else transfer]
 
@@ -61,7 +61,7 @@ def carried_bytes_per_s(transport: Transport, hosts: int, network_bytes_per_s: f
 
 
 def transfer_of(
-    config: schema.Config, places: Places, copy_bytes: float, *, measured: bool = True
+    config: schema.Config, placement: Placement, copy_bytes: float, *, measured: bool = True
 ) -> tuple[float, TransferTree | None]:
     """Estimate the transfer to all samplers, seconds, and the tree that it follows.
 
@@ -71,38 +71,38 @@ def transfer_of(
     to each of them.
 
     Args:
-        config, places: The run.
+        config, placement: The run.
         copy_bytes: One sampler's weights.
         measured: Use the rates of this package's transports (TRANSPORTS). False: use
             the line rate of the hosts' network cards, the upper bound.
     """
-    trainer, sampler = places.trainer.chip, places.sampler.chip
-    sends, takes = places.slices.trainer.size, places.slices.sampler.size
+    trainer, sampler = placement.trainer.chip, placement.sampler.chip
+    sends, receives = placement.slices.trainer.size, placement.slices.sampler.size
     how = config.mesh.samplers_in
     if how == "threads":
-        sent_s = copy_bytes * places.num_samplers / (sends * trainer.ici_bytes_per_s / 2)
-        return max(sent_s, copy_bytes / (takes * sampler.ici_bytes_per_s / 2)), None
-    apart, hosts = how == "external", hosts_of(places.slices.sampler)
-    rates = [sends * trainer.dcn_bytes_per_s, takes * sampler.dcn_bytes_per_s]
-    if not apart:
+        sent_s = copy_bytes * placement.num_samplers / (sends * trainer.ici_bytes_per_s / 2)
+        return max(sent_s, copy_bytes / (receives * sampler.ici_bytes_per_s / 2)), None
+    is_external, hosts = how == "external", hosts_of(placement.slices.sampler)
+    rates = [sends * trainer.dcn_bytes_per_s, receives * sampler.dcn_bytes_per_s]
+    if not is_external:
         rates = [TRANSPORTS["shared_memory"].bytes_per_s or 0.0] * 2
     elif measured:
-        transport, processes = transport_of(config), (hosts_of(places.slices.trainer), hosts)
+        transport, processes = transport_of(config), (hosts_of(placement.slices.trainer), hosts)
         rates = [
             carried_bytes_per_s(transport, n, rate)
             for n, rate in zip(processes, rates, strict=True)
         ]
-    passed_on = apart and hosts == 1 and config.remote_settings.transfer in ("auto", "tcp")
+    passed_on = is_external and hosts == 1 and config.remote_settings.transfer in ("auto", "tcp")
     tree = TransferTree(
         num_bytes=copy_bytes,
         trainer_bytes_per_s=rates[0],
         sampler_bytes_per_s=rates[1],
-        fanout=config.remote_settings.fanout if passed_on else places.num_samplers,
+        fanout=config.remote_settings.fanout if passed_on else placement.num_samplers,
         offer_s=copy_bytes / (sends * HOST_LINK_BYTES_PER_S),
         hop_s=HOP_S,
-        stage_s=copy_bytes / (takes * HOST_LINK_BYTES_PER_S),
+        stage_s=copy_bytes / (receives * HOST_LINK_BYTES_PER_S),
     )
-    return tree_s(tree, places.num_samplers), tree
+    return tree_s(tree, placement.num_samplers), tree
 
 
 def hosts_of(mesh: Any) -> int:

@@ -5,7 +5,7 @@ clock.
            │     └──> 3                as it has them
            └──> 1 ──> 4, 5
 
-The rules are the same as in remote/weights. Places are given in the order of the offers. A sampler
+The rules are the same as in remote/weights. Samplers take positions in the order of the offers. One
 fetches one version at a time, and is offered the newest one once it generates with the last. At
 most two versions are offered at a time; a newer version replaces one that is waiting to be offered.
 If a source is lost, its receivers continue with the next source above it.
@@ -19,7 +19,7 @@ from jaxrl_async.plan.pipeline import TransferTree
 TRAINER = -1
 """The trainer's number as a source."""
 EPSILON_S = 1e-9
-KEPT = 2
+MAX_VERSIONS = 2
 """Maximum number of versions that are fetched at the same time."""
 
 
@@ -42,11 +42,11 @@ class Sending:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Spread:
-    """The distribution of one version through the fleet."""
+class _Broadcast:
+    """The broadcast of one version to the fleet."""
 
     trainer_children: int = 0
-    places: list[Sending] = field(default_factory=list)  # in the order of the offers
+    sendings: list[Sending] = field(default_factory=list)  # in the order of the offers
     by_sampler: dict[int, Sending] = field(default_factory=dict)
 
 
@@ -61,10 +61,10 @@ class WeightTree:
         self.under_way: dict[int, Sending] = {}  # by sampler
         self._newest = 0
         self._pending: int | None = None
-        self._spreads = {0: _Spread()}
+        self._broadcasts = {0: _Broadcast()}
         self._fetched: Counter[int] = Counter()  # running transfers, by version
-        self._takers: dict[int, None] = {}  # can begin now, in order of request
-        self._content: dict[int, None] = {}  # have the newest version, and room for the next one
+        self._waiting: dict[int, None] = {}  # can begin now, in order of request
+        self._up_to_date: dict[int, None] = {}  # have the newest version, and room for the next one
 
     def publish(self, version: int) -> None:
         """Offer a newer version from now on."""
@@ -73,63 +73,63 @@ class WeightTree:
 
     def ready(self, sampler: int, version: int) -> None:
         """Record that a sampler has room for a version newer than this one."""
-        (self._takers if version < self._newest else self._content)[sampler] = None
+        (self._waiting if version < self._newest else self._up_to_date)[sampler] = None
 
     def start(self, now: float) -> list[Sending]:
         """Start all transfers that can begin, and return them."""
-        if self._pending is not None and len(self._fetched) < KEPT:
+        if self._pending is not None and len(self._fetched) < MAX_VERSIONS:
             self._newest, self._pending = self._pending, None
-            self._spreads = {v: s for v, s in self._spreads.items() if v in self._fetched}
-            self._spreads[self._newest] = _Spread()
-            self._takers |= self._content
-            self._content = {}
-        spread, takers = self._spreads[self._newest], self._takers
-        self._takers = {}
-        new = [self._offer(spread, sampler) for sampler in takers]
+            self._broadcasts = {v: s for v, s in self._broadcasts.items() if v in self._fetched}
+            self._broadcasts[self._newest] = _Broadcast()
+            self._waiting |= self._up_to_date
+            self._up_to_date = {}
+        broadcast, waiting = self._broadcasts[self._newest], self._waiting
+        self._waiting = {}
+        new = [self._offer(broadcast, sampler) for sampler in waiting]
         for sending in new:
             self._set_times(sending, now)
         return new
 
-    def _offer(self, spread: _Spread, sampler: int) -> Sending:
-        parent = len(spread.places) // self._tree.fanout - 1
+    def _offer(self, broadcast: _Broadcast, sampler: int) -> Sending:
+        parent = len(broadcast.sendings) // self._tree.fanout - 1
         sources = []
         if parent >= 0:
-            above = spread.places[parent]
+            above = broadcast.sendings[parent]
             sources = [above.sampler, *above.sources]
         sending = Sending(version=self._newest, sampler=sampler, sources=sources)
-        spread.places.append(sending)
-        spread.by_sampler[sampler] = self.under_way[sampler] = sending
+        broadcast.sendings.append(sending)
+        broadcast.by_sampler[sampler] = self.under_way[sampler] = sending
         self._fetched[self._newest] += 1
         self._count_child(sending, 1)
         return sending
 
-    def look(self, sending: Sending, now: float) -> float | None:
+    def poll(self, sending: Sending, now: float) -> float | None:
         """Return the seconds until the next check of this transfer; 0: it is done now; None: it was
         cancelled."""
         if self.under_way.get(sending.sampler) is not sending:
             return None
-        left_s = self._ends_s(sending) - now
-        if left_s > EPSILON_S:
-            return left_s
+        remaining_s = self._ends_s(sending) - now
+        if remaining_s > EPSILON_S:
+            return remaining_s
         self._end(sending, now)
         return 0.0
 
     def _ends_s(self, sending: Sending) -> float:
         """Return when a transfer ends, which is not before the source has everything."""
-        above = self._spreads[sending.version].by_sampler.get(sending.source)
+        above = self._broadcasts[sending.version].by_sampler.get(sending.source)
         if above is None or self.under_way.get(above.sampler) is not above:
             return sending.ends_s
         return max(sending.ends_s, self._ends_s(above) + self._tree.hop_s)
 
-    def gone(self, sampler: int, now: float) -> list[Sending]:
+    def remove(self, sampler: int, now: float) -> list[Sending]:
         """Remove a sampler; return the transfers that continue with another source."""
-        self._takers.pop(sampler, None)
-        self._content.pop(sampler, None)
+        self._waiting.pop(sampler, None)
+        self._up_to_date.pop(sampler, None)
         if (sending := self.under_way.get(sampler)) is not None:
             self._end(sending, now)
-        for spread in self._spreads.values():
-            if (place := spread.by_sampler.pop(sampler, None)) is not None:
-                spread.places.remove(place)
+        for broadcast in self._broadcasts.values():
+            if (own := broadcast.by_sampler.pop(sampler, None)) is not None:
+                broadcast.sendings.remove(own)
         moved = []
         for other in self.under_way.values():
             if other.source == sampler:
@@ -145,18 +145,18 @@ class WeightTree:
 
     def _count_child(self, sending: Sending, count: int) -> None:
         """Add `count` to the number of its source's children."""
-        spread = self._spreads[sending.version]
-        above = spread.by_sampler.get(sending.source)
+        broadcast = self._broadcasts[sending.version]
+        above = broadcast.by_sampler.get(sending.source)
         if above is None:
-            spread.trainer_children += count
+            broadcast.trainer_children += count
         else:
             above.children += count
 
     def _set_times(self, sending: Sending, now: float) -> None:
-        tree, spread = self._tree, self._spreads[sending.version]
-        above = spread.by_sampler.get(sending.source)
+        tree, broadcast = self._tree, self._broadcasts[sending.version]
+        above = broadcast.by_sampler.get(sending.source)
         if above is None:
-            rate = tree.trainer_bytes_per_s / spread.trainer_children
+            rate = tree.trainer_bytes_per_s / broadcast.trainer_children
         else:
             rate = tree.sampler_bytes_per_s / above.children
         rate = min(rate, tree.sampler_bytes_per_s)
@@ -166,8 +166,8 @@ class WeightTree:
     def _progress(self, sending: Sending, now: float) -> float:
         """Return the sent share of the present source's part; count the bytes if from the
         trainer."""
-        taken_s = sending.ends_s - sending.began_s
-        share = min(1.0, (now - sending.began_s) / taken_s) if taken_s > 0 else 1.0
+        sending_s = sending.ends_s - sending.began_s
+        share = min(1.0, (now - sending.began_s) / sending_s) if sending_s > 0 else 1.0
         if sending.source == TRAINER:
             self.sent_bytes += share * sending.part * self._tree.num_bytes
         return share

@@ -62,8 +62,8 @@ def settings_of(tree: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping) and value and name.count(".") < 12:
             keys = map(text_of, value)
             inner = [
-                (f"{name}.{key}" if name else key, one)
-                for key, one in zip(keys, value.values(), strict=True)
+                (f"{name}.{key}" if name else key, inner_value)
+                for key, inner_value in zip(keys, value.values(), strict=True)
             ]
             waiting += reversed(inner[:MAX_SETTINGS])
             continue

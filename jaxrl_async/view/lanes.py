@@ -39,7 +39,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Re
 """Exceptions from lines that are not spans."""
 
 Doubles = NDArray[np.float64]
-Drawn = tuple[float, float, int, int]  # start and end, seconds; kind; number of spans
+ShownSpans = tuple[float, float, int, int]  # start and end, seconds; kind; number of spans
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Lane:
         before = np.maximum.accumulate(np.concatenate([[first_s], ends]))[:-1]
         return float(np.maximum(ends - np.maximum(starts, before), 0.0).sum())
 
-    def rows(self, first_s: float, last_s: float, columns: int) -> list[list[Drawn]]:
+    def rows(self, first_s: float, last_s: float, columns: int) -> list[list[ShownSpans]]:
         """Return the rectangles to show between two times, by depth: short neighbours are merged,
         with the kind of the longest."""
         within = (self.ends > first_s) & (self.starts < last_s)
@@ -180,8 +180,8 @@ def trace_files(root: Path) -> list[Path]:
     """Return the files of spans in a run's folder; for one of several adapters, their common
     files."""
     folders = [root, *([root.parent] if (root.parent / "config.yaml").is_file() else [])]
-    found = (sorted(p for pattern in TRACES for p in folder.glob(pattern)) for folder in folders)
-    return next((files for files in found if files), [])
+    listed = (sorted(p for pattern in TRACES for p in folder.glob(pattern)) for folder in folders)
+    return next((files for files in listed if files), [])
 
 
 class _Reading:
@@ -221,8 +221,8 @@ class _Reading:
         try:
             facts = json.loads(text + "}")["otherData"]
             self.dropped += int(facts["dropped"])
-            at = facts["written_at"]
-            return float(at["wall_clock_s"]) - float(at["trace_clock_s"])
+            clocks = facts["written_at"]
+            return float(clocks["wall_clock_s"]) - float(clocks["trace_clock_s"])
         except UNREADABLE:
             self.unread += 1
             return 0.0
@@ -257,7 +257,7 @@ class _Reading:
             for (process, name), tracks in lanes.items()
         ]
         steps = self.steps["step"] or self.steps["update"]  # updates: for a job without rollouts
-        steps = [one for one in steps if one[0] == f"trainer of {run}"] or steps
+        steps = [step for step in steps if step[0] == f"trainer of {run}"] or steps
         return RunSpans(
             lanes=tuple(sorted(made, key=_order)),
             kinds=tuple(self.kinds),
@@ -288,7 +288,7 @@ def lane_of(process: str, name: str, tracks: Sequence[Track], begin_s: float) ->
 
 def thinned(
     starts: Doubles, ends: Doubles, kinds: NDArray[np.int64], column_s: float
-) -> list[Drawn]:
+) -> list[ShownSpans]:
     """Return spans, by start, as rectangles; spans that overlap, or share a column with their
     neighbours, are merged."""
     if not len(starts):
@@ -319,5 +319,5 @@ def rounded_s(seconds: float) -> float:
 
 
 def _order(lane: Lane) -> tuple[int, str, str]:
-    place = next(i for i, first in enumerate(FIRST) if lane.name.startswith(first))
-    return place, lane.process, lane.name
+    rank = next(i for i, first in enumerate(FIRST) if lane.name.startswith(first))
+    return rank, lane.process, lane.name

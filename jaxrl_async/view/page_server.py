@@ -91,7 +91,7 @@ class ViewServer(ThreadingHTTPServer):
             return super().get_request()
         except OSError as error:
             if error.errno in NO_ROOM:
-                self._end_one()
+                self._end_oldest_idle()
                 time.sleep(ROOM_S)
             raise
 
@@ -99,7 +99,7 @@ class ViewServer(ThreadingHTTPServer):
         """Start a connection's thread; with too many connections, end another one, or this one."""
         with self._lock:
             is_full = len(self._open) >= MOST_CONNECTIONS
-        if is_full and not self._end_one():
+        if is_full and not self._end_oldest_idle():
             self.shutdown_request(request)
             return
         with self._lock:
@@ -115,7 +115,7 @@ class ViewServer(ThreadingHTTPServer):
             self._open.pop(request, None)
         super().shutdown_request(request)
 
-    def asked(self, request: socket.socket) -> None:
+    def mark_received(self, request: socket.socket) -> None:
         """Record that a connection's call has arrived."""
         with self._lock:
             if request in self._open:
@@ -127,19 +127,19 @@ class ViewServer(ThreadingHTTPServer):
         with self._lock:
             late = [
                 request
-                for request, (since, asked) in self._open.items()
-                if now - since > (ANSWERED_S if asked else ARRIVES_S)
+                for request, (since, received) in self._open.items()
+                if now - since > (ANSWERED_S if received else ARRIVES_S)
             ]
         for request in late:
             self._end(request)
 
-    def _end_one(self) -> bool:
+    def _end_oldest_idle(self) -> bool:
         """End the oldest connection whose call has not arrived; return whether one existed."""
         with self._lock:
-            silent = [request for request, (_, asked) in self._open.items() if not asked]
-        if silent:
-            self._end(silent[0])
-        return bool(silent)
+            idle = [request for request, (_, received) in self._open.items() if not received]
+        if idle:
+            self._end(idle[0])
+        return bool(idle)
 
     def _end(self, request: socket.socket) -> None:
         """Make a connection's thread end, by stopping its reads and writes."""
@@ -169,7 +169,7 @@ class ViewHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with a file of the page, or with JSON; with 500 after an error."""
-        self.server.asked(self.connection)
+        self.server.mark_received(self.connection)
         try:
             self._get()
         except OSError:  # the client has disconnected, or does not read
@@ -183,7 +183,7 @@ class ViewHandler(BaseHTTPRequestHandler):
     def _get(self) -> None:
         url = urlsplit(self.path)
         query = parse_qs(url.query)
-        if not self._is_asked_rightly():
+        if not self._names_this_server():
             self._reply(403, b"this address is not served here", PLAIN)
         elif url.path in FILES:
             name, kind = FILES[url.path]
@@ -222,13 +222,13 @@ class ViewHandler(BaseHTTPRequestHandler):
 
     def _answer(self, answer: Answer, query: Query) -> None:
         try:
-            found = answer(self.server.runs, query)
+            result = answer(self.server.runs, query)
         except KeyError as error:
             self._reply(400, _plain(f"not understood: {error}"), PLAIN)
             return
-        self._reply(200, plain_json(found).encode(), "application/json")
+        self._reply(200, plain_json(result).encode(), "application/json")
 
-    def _is_asked_rightly(self) -> bool:
+    def _names_this_server(self) -> bool:
         """Return whether the call names this server in the way that browsers on this machine do. A
         page from elsewhere, whose host name was redirected here, could otherwise read the runs."""
         if self.server.token:
@@ -240,8 +240,8 @@ class ViewHandler(BaseHTTPRequestHandler):
         return is_loopback(host)
 
     def _has_token(self, query: Query) -> bool:
-        given, token = (query.get("token") or [""])[0].encode(), self.server.token.encode()
-        return not token or hmac.compare_digest(given, token)
+        sent, token = (query.get("token") or [""])[0].encode(), self.server.token.encode()
+        return not token or hmac.compare_digest(sent, token)
 
     def _reply(self, status: int, data: bytes, kind: str) -> None:
         self._begin(status, kind, len(data))

@@ -24,7 +24,7 @@ else:
 
 MAX_POINTS = 2000
 """Maximum number of points of a curve in one answer."""
-MAX_ASKED = 50
+MAX_CHOSEN = 50
 """Maximum number of runs in one answer with their curves or measures."""
 AXIS_POINTS = 600
 """Maximum number of points of an axis in one answer."""
@@ -41,7 +41,7 @@ Z_95 = 1.959963984540054
 """Half the length of a 95 % interval, in standard errors."""
 SHARES = ("accuracy", "avg_at_", "pass_at_", "maj_at_")
 """Beginnings of the names of an evaluation's means that are shares."""
-NOT_DRAWN = ("_stderr", "_change")
+MEAN_DETAILS = ("_stderr", "_change")
 """Endings of the names of an evaluation's metrics that belong to a mean."""
 ALWAYS_LISTED = ("accuracy", "reward")
 """Means of an evaluation that are listed without a standard error too."""
@@ -54,15 +54,16 @@ def overview(runs: RunsByName, query: Query) -> Any:
     """Return the runs by their start, each with its state, its progress, and a text that changes
     with its files; the folders; and the address of the documentation."""
     locks = locks_held()
-    return as_overview([facts_of(run, run.state(locks), run.look()) for run in runs.values()], runs)
+    facts = [facts_of(run, run.state(locks), run.stamp()) for run in runs.values()]
+    return as_overview(facts, runs)
 
 
 def as_overview(facts: list[dict[str, object]], runs: RunsByName) -> dict[str, Any]:
-    """Return the overview of runs. A run's number, which is its color, is its place by start and
+    """Return the overview of runs. A run's number, which is its color, is its rank by start and
     name: one that begins later changes no other's."""
-    facts.sort(key=lambda one: (one["started"] or 0.0, one["name"]))
+    facts.sort(key=lambda run: (run["started"] or 0.0, run["name"]))
     return {
-        "runs": [{**one, "number": number} for number, one in enumerate(facts)],
+        "runs": [{**run, "number": number} for number, run in enumerate(facts)],
         "leftOut": runs.left_out,
         "folders": runs.folders,
     }
@@ -84,15 +85,15 @@ def facts_of(run: WatchedRun, state: str, seen: str) -> dict[str, Any]:
     }
 
 
-def asked(runs: RunsByName, query: Query) -> list[WatchedRun]:
+def chosen_runs(runs: RunsByName, query: Query) -> list[WatchedRun]:
     """Return the runs of a query. Raises KeyError for an unknown one, or for none."""
     names = query["run"]
-    if len(names) > MAX_ASKED:
-        raise ValueError(f"{len(names)} runs are more than {MAX_ASKED}")
+    if len(names) > MAX_CHOSEN:
+        raise ValueError(f"{len(names)} runs are more than {MAX_CHOSEN}")
     return [runs[name] for name in dict.fromkeys(names)]
 
 
-def asked_or_all(runs: RunsByName, query: Query) -> list[WatchedRun]:
+def chosen_or_all(runs: RunsByName, query: Query) -> list[WatchedRun]:
     """Return the runs of a query; all, if it names none. Raises KeyError for an unknown one."""
     return [runs[name] for name in query["run"]] if "run" in query else list(runs.values())
 
@@ -100,20 +101,20 @@ def asked_or_all(runs: RunsByName, query: Query) -> list[WatchedRun]:
 def layout(runs: RunsByName, query: Query) -> Any:
     """Return the charts, by section, that at least one of the runs `run` (or of all) has data for;
     and all metrics."""
-    chosen = asked_or_all(runs, query)
+    chosen = chosen_or_all(runs, query)
     present = {key for run in chosen for key in run.known()}
     sections = [(title, list(charts)) for title, charts in SECTIONS]
-    parts = sorted(k for k in present if k.startswith("reward/") and "<" in told(k)["key"])
+    parts = sorted(k for k in present if k.startswith("reward/") and "<" in declaration(k)["key"])
     labels = tuple((key, key.partition("/")[2]) for key in parts)
     sections[0][1].append(Chart("Parts of the reward", "reward", labels))
     sections.insert(1, ("Evaluations by name", charts_of_evaluations(present)))
     sections.append(("Warm start, by update", list(WARM_CHARTS)))
-    drawn = [
-        {"title": title, "charts": [d for c in charts if (d := _drawn(c, present))["curves"]]}
+    shown = [
+        {"title": title, "charts": [d for c in charts if (d := _chart_json(c, present))["curves"]]}
         for title, charts in sections
     ]
-    metrics = [{**told(key), "key": key} for key in sorted(present)]
-    return {"sections": [s for s in drawn if s["charts"]], "metrics": metrics}
+    metrics = [{**declaration(key), "key": key} for key in sorted(present)]
+    return {"sections": [s for s in shown if s["charts"]], "metrics": metrics}
 
 
 def charts_of_evaluations(present: Collection[str]) -> list[Chart]:
@@ -122,19 +123,19 @@ def charts_of_evaluations(present: Collection[str]) -> list[Chart]:
     for name in sorted({key.split("/")[1] for key in present if key.count("/") == 2}):
         prefix = f"eval/{name}/"
         own = sorted(key.removeprefix(prefix) for key in present if key.startswith(prefix))
-        found = [one for one in own if one.startswith(SHARES) and not one.endswith(NOT_DRAWN)]
-        labels = tuple((prefix + one, one.replace("_at_", "@")) for one in found)
+        means = [m for m in own if m.startswith(SHARES) and not m.endswith(MEAN_DETAILS)]
+        labels = tuple((prefix + mean, mean.replace("_at_", "@")) for mean in means)
         charts.append(Chart(name, "share", labels, True))
         charts.append(Chart(f"{name}: reward", "reward", ((f"{prefix}reward", "mean"),)))
     return charts
 
 
-def _drawn(chart: Chart, present: set[str]) -> dict[str, Any]:
+def _chart_json(chart: Chart, present: set[str]) -> dict[str, Any]:
     curves = [curve for curve in chart.curves if curve[0] in present]
     return {"title": chart.title, "unit": chart.unit, "zero": chart.from_zero, "curves": curves}
 
 
-def told(key: str) -> dict[str, str]:
+def declaration(key: str) -> dict[str, str]:
     """Return a metric's declaration; empty if another version of the package wrote it."""
     try:
         metric = metric_of(key.removeprefix(WARM))
@@ -148,24 +149,24 @@ def curves(runs: RunsByName, query: Query) -> Any:
     first, last = _number(query, "first", 0), _number(query, "last", LAST_STEP)
     most = max(min(_number(query, "points", 600), MAX_POINTS), 2)
     keys = list(query.get("key", ()))
-    return {run.name: run.curves(keys, first, last, most) for run in asked(runs, query)}
+    return {run.name: run.curves(keys, first, last, most) for run in chosen_runs(runs, query)}
 
 
 def axes(runs: RunsByName, query: Query) -> Any:
     """Return the axis `x` of each run: steps, and tokens or seconds up to each."""
     kind = query["x"][0]
-    return {run.name: thinned(run.axis(kind), AXIS_POINTS) for run in asked(runs, query)}
+    return {run.name: thinned(run.axis(kind), AXIS_POINTS) for run in chosen_runs(runs, query)}
 
 
 def settings(runs: RunsByName, query: Query) -> Any:
     """Return the settings that are not the same in all runs `run` (or in all)."""
-    chosen = asked_or_all(runs, query)
+    chosen = chosen_or_all(runs, query)
     return run_table.differing(chosen)
 
 
 def rows(runs: RunsByName, query: Query) -> Any:
     """Return the newest values and the alerts of each run."""
-    return {run.name: measures(run) for run in asked(runs, query)}
+    return {run.name: measures(run) for run in chosen_runs(runs, query)}
 
 
 def log_part(runs: RunsByName, query: Query) -> Any:
@@ -197,13 +198,13 @@ def summary(runs: RunsByName, query: Query) -> Any:
 
 def extents(runs: RunsByName, query: Query) -> Any:
     """Return all metrics of a run: first, last, minimum and maximum value, unit and meaning."""
-    found = runs[query["run"][0]].extents()
-    return [{**told(key), "key": key, "values": values} for key, values in found.items()]
+    values_of = runs[query["run"][0]].extents()
+    return [{**declaration(key), "key": key, "values": values} for key, values in values_of.items()]
 
 
 def samples(runs: RunsByName, query: Query) -> Any:
     """Return a run's samples that match the query: their number, and one page of them."""
-    wanted = SampleFilter(
+    filters = SampleFilter(
         text=(query.get("text") or [""])[0],
         first_step=_number(query, "first", None),
         last_step=_number(query, "last", None),
@@ -216,22 +217,23 @@ def samples(runs: RunsByName, query: Query) -> Any:
     if order not in ORDERS:
         raise ValueError(f"order is none of {', '.join(ORDERS)}")
     most = min(_number(query, "count", 20), MAX_SAMPLES)
-    found, page = runs[query["run"][0]].samples(wanted, _number(query, "skip", 0), most, order)
+    count, page = runs[query["run"][0]].samples(filters, _number(query, "skip", 0), most, order)
     numbers, lines = [number for number, _ in page], [line for _, line in page]
-    return {"found": found, "samples": lines, "numbers": numbers}
+    return {"found": count, "samples": lines, "numbers": numbers}
 
 
 def spans(runs: RunsByName, query: Query) -> Any:
     """Return the timeline between the times `from` and `to`, seconds since the run's first span, or
     between two steps."""
-    found = runs[query["run"][0]].spans()
+    recorded = runs[query["run"][0]].spans()
     columns = min(_number(query, "columns", 400), MAX_COLUMNS)
     first, last = _number(query, "first", None), _number(query, "last", None)
     if first is None and last is None:
         window = _fraction(query, "from") or 0.0, _fraction(query, "to")
     else:
-        window = found.window_of(first or 0, LAST_STEP if last is None else last)
-    return found.shown(window[0], found.end_s if window[1] is None else window[1], max(columns, 1))
+        window = recorded.window_of(first or 0, LAST_STEP if last is None else last)
+    end_s = recorded.end_s if window[1] is None else window[1]
+    return recorded.shown(window[0], end_s, max(columns, 1))
 
 
 def identity(runs: RunsByName, query: Query) -> Any:
@@ -255,10 +257,10 @@ def identity(runs: RunsByName, query: Query) -> Any:
 def file_of(runs: RunsByName, query: Query) -> Path:
     """Return the requested file of a run, which must be one of its traces. Raises KeyError for any
     other."""
-    run, asked = runs[query["run"][0]], query["file"][0]
-    if asked not in {file for _, file, _ in traces_of(run.root)}:
+    run, name = runs[query["run"][0]], query["file"][0]
+    if name not in {file for _, file, _ in traces_of(run.root)}:
         raise KeyError(f"{run.name} has no such trace")
-    return run.root / asked
+    return run.root / name
 
 
 ANSWERS: dict[str, Answer] = {
@@ -278,15 +280,15 @@ ANSWERS: dict[str, Answer] = {
 
 
 def _number(query: Query, name: str, usual: object) -> Any:
-    given = (query.get(name) or [""])[0]
-    return max(int(given), 0) if given else usual
+    text = (query.get(name) or [""])[0]
+    return max(int(text), 0) if text else usual
 
 
 def _fraction(query: Query, name: str) -> float | None:
-    given = (query.get(name) or [""])[0]
-    if given and isnan(float(given)):
+    text = (query.get(name) or [""])[0]
+    if text and isnan(float(text)):
         raise ValueError(f"{name} is no number")
-    return float(given) if given else None
+    return float(text) if text else None
 
 
 # ---- a run in a few numbers: tiles, trained tokens by age, lengths, groups dropped, faults
@@ -353,7 +355,7 @@ def evaluations(run: WatchedRun) -> list[dict[str, Any]]:
     and the change since the evaluation before where that was measured."""
     rows = []
     for key in run.measured():
-        if not key.startswith("eval/") or key.endswith(NOT_DRAWN):
+        if not key.startswith("eval/") or key.endswith(MEAN_DETAILS):
             continue
         errors = dict(run.points(f"{key}_stderr"))
         if not errors and key.rpartition("/")[2] not in ALWAYS_LISTED:
@@ -412,16 +414,16 @@ def age_mean(run: WatchedRun, age: int, name: str) -> float | None:
 def lengths(run: WatchedRun) -> dict[str, float]:
     """Return the number of trained episodes by number of generated tokens: 9 to 16, ..."""
     counts = _numbered(run, LENGTHS)
-    return {_words_of(most): counts[most] for most in sorted(counts)}
+    return {_length_text(most): counts[most] for most in sorted(counts)}
 
 
 def _numbered(run: WatchedRun, prefix: str) -> dict[int, float]:
     """Return the totals above 0 of the metrics named by this prefix and a short number."""
-    found = ((k.removeprefix(prefix), v) for k, v in run.totals(prefix).items())
-    return {int(n): v for n, v in found if v > 0 and n.isascii() and n.isdigit() and len(n) < 10}
+    numbered = ((k.removeprefix(prefix), v) for k, v in run.totals(prefix).items())
+    return {int(n): v for n, v in numbered if v > 0 and n.isascii() and n.isdigit() and len(n) < 10}
 
 
-def _words_of(most: int) -> str:
+def _length_text(most: int) -> str:
     """Describe the lengths up to this power of two and above the one below it."""
     return str(most) if most <= 2 else f"{most // 2 + 1} to {most}"
 
@@ -462,8 +464,8 @@ def thinned(points: Points, most: int) -> Points:
     steps, values = points
     if len(steps) <= most:
         return points
-    places = [round(i * (len(steps) - 1) / (most - 1)) for i in range(most)]
-    return [steps[i] for i in places], [values[i] for i in places]
+    indices = [round(i * (len(steps) - 1) / (most - 1)) for i in range(most)]
+    return [steps[i] for i in indices], [values[i] for i in indices]
 
 
 def started_s(run: WatchedRun) -> float | None:
@@ -481,17 +483,17 @@ def alerts(run: WatchedRun) -> list[dict[str, object]]:
             if step in updates:
                 updates[step][key] = value
     steps = sorted(updates)
-    found: dict[str, dict[str, object]] = {}
+    by_title: dict[str, dict[str, object]] = {}
     for rule in ALERT_RULES:
         stretch = last_stretch([rule.shown(updates[step]) for step in steps], rule.in_a_row)
         if stretch is None:
             continue
-        first, last = (steps[place] for place in stretch)
-        stronger = found.get(rule.behind)
+        first, last = (steps[index] for index in stretch)
+        stronger = by_title.get(rule.behind)
         if stronger is not None and (stronger["lasts"] or stretch[1] < len(steps) - 1):
             continue
         count = stretch[1] - stretch[0] + 1
-        found[rule.title] = {
+        by_title[rule.title] = {
             "title": rule.title,
             "says": f"{count:,} {'update' if count == 1 else 'updates'} {rule.text}.",
             "first": first,
@@ -501,16 +503,16 @@ def alerts(run: WatchedRun) -> list[dict[str, object]]:
             "help": f"{DOCS}#{rule.section}",
             "helpAddress": page_address(documentation(), f"{DOCS}#{rule.section}"),
         }
-    return sorted(found.values(), key=lambda alert: not alert["lasts"])
+    return sorted(by_title.values(), key=lambda alert: not alert["lasts"])
 
 
 def last_stretch(shown: list[bool], in_a_row: int) -> tuple[int, int] | None:
-    """Return the first and the last place of the last stretch of at least `in_a_row` true
+    """Return the first and the last index of the last stretch of at least `in_a_row` true
     values."""
     end = 0
     last: tuple[int, int] | None = None
-    for value, places in groupby(shown):
-        begin, end = end, end + len(list(places))
+    for value, equal in groupby(shown):
+        begin, end = end, end + len(list(equal))
         if value and end - begin >= in_a_row:
             last = begin, end - 1
     return last

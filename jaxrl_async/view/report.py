@@ -88,8 +88,8 @@ def embedded(run: WatchedRun) -> dict[str, Any]:
     curves = run.curves(keys, 0, LAST_STEP, most)
     whole = {key: len(run.points(key)) for key in keys}
     total, newest = run.samples(SampleFilter(), 0, MAX_SAMPLES)
-    places, tokens_left_out = within([line for _, line in newest], TOKEN_BYTES, SAMPLE_BYTES)
-    samples = [line for _, line in places]
+    numbered, tokens_left_out = within([line for _, line in newest], TOKEN_BYTES, SAMPLE_BYTES)
+    samples = [line for _, line in numbered]
     log, log_from, log_size = run.log_text(None, LOG_BYTES)
     return {
         "written": datetime.now(UTC).isoformat(" ", "minutes").removesuffix("+00:00") + " UTC",
@@ -108,7 +108,7 @@ def embedded(run: WatchedRun) -> dict[str, Any]:
         "thinned": most if any(whole[key] > len(curves[key][0]) for key in keys) else 0,
         "spans": embedded_spans(run),
         "samples": samples,
-        "numbers": [newest[place][0] for place, _ in places],
+        "numbers": [newest[index][0] for index, _ in numbered],
         "allSamples": total,
         "tokensLeftOut": tokens_left_out,
     }
@@ -135,24 +135,24 @@ def rounded(values: Sequence[float]) -> list[float]:
 def within(
     samples: Sequence[Any], token_bytes: int, all_bytes: int
 ) -> tuple[list[tuple[int, Any]], int]:
-    """Return the samples that fit with their places, the first ones first, and the number of
+    """Return the samples that fit with their indices, the first ones first, and the number of
     samples whose data per token are left out.
 
     token_bytes: JSON size up to which tokens are kept. all_bytes: maximum JSON size.
     """
-    kept: list[tuple[int, Any]] = []
+    shown: list[tuple[int, Any]] = []
     used = tokens_left_out = 0
-    for place, sample in enumerate(samples):
+    for index, sample in enumerate(samples):
         size = len(as_json(sample))
         shortened = "tokens" in sample and used + size > token_bytes
         if shortened:
             sample = {name: value for name, value in sample.items() if name != "tokens"}
             size = len(as_json(sample))
         if used + size <= all_bytes:
-            kept.append((place, sample))
+            shown.append((index, sample))
             used += size
             tokens_left_out += shortened
-    return kept, tokens_left_out
+    return shown, tokens_left_out
 
 
 def as_json(value: object) -> str:

@@ -13,7 +13,7 @@ from jaxrl_async.view.watched import RunsByName, WatchedRun
 
 MAX_RUNS = 500
 """Maximum number of runs on one page; the oldest further ones are left out, which the page says."""
-LOOK_S = 2.0
+SEARCH_S = 2.0
 """Minimum interval between two searches of the folders, seconds."""
 DEPTH = 3
 """Levels of folders that are searched: of runs, of their adapters."""
@@ -36,28 +36,28 @@ class RunList:
         self._folders, self._clock = tuple(folders), clock
         self._lock = threading.Lock()
         self._known: dict[Path, WatchedRun] = {}
-        self._looked_at = -LOOK_S
+        self._searched_at = -SEARCH_S
         self._runs = RunsByName()
         self.now()
 
     def now(self) -> RunsByName:
-        """Return the runs as of now, or of up to LOOK_S ago."""
+        """Return the runs as of now, or of up to SEARCH_S ago."""
         with self._lock:
-            if self._clock() - self._looked_at >= LOOK_S:
-                self._look()
-                self._looked_at = self._clock()
+            if self._clock() - self._searched_at >= SEARCH_S:
+                self._search()
+                self._searched_at = self._clock()
             return self._runs
 
-    def _look(self) -> None:
+    def _search(self) -> None:
         found = {path.resolve() for folder in self._folders for path in runs_in(folder, DEPTH)}
-        kept = sorted(found, key=lambda path: (-_changed_at(path), path))[:MAX_RUNS]
-        self._known = {path: self._known[path] for path in kept if path in self._known}
-        new = sorted(path for path in kept if path not in self._known)
-        taken = [run.name for run in self._known.values()]
-        for path, name in zip(new, unique_names(new, taken), strict=True):
+        newest = sorted(found, key=lambda path: (-_changed_at(path), path))[:MAX_RUNS]
+        self._known = {path: self._known[path] for path in newest if path in self._known}
+        new = sorted(path for path in newest if path not in self._known)
+        names = [run.name for run in self._known.values()]
+        for path, name in zip(new, unique_names(new, names), strict=True):
             self._known[path] = WatchedRun(path, name)
         runs = RunsByName({run.name: run for run in self._known.values()})
-        runs.left_out = len(found) - len(kept)
+        runs.left_out = len(found) - len(newest)
         runs.folders = tuple(str(folder) for folder in self._folders)
         self._runs = runs
 
@@ -109,9 +109,9 @@ def unique_names(paths: Sequence[Path], taken: Iterable[str]) -> list[str]:
     paths = [Path(os.fsencode(path).decode("utf-8", "replace")) for path in paths]
     for path in paths:
         ends = [Path(*path.parts[-count:]) for count in range(1, len(path.parts) + 1)]
-        alike = {Path(*p.parts[-len(e.parts) :]) for e in ends for p in paths if p != path}
+        ambiguous = {Path(*p.parts[-len(e.parts) :]) for e in ends for p in paths if p != path}
         name = next(
-            (str(end) for end in ends if end not in alike and str(end) not in used), str(path)
+            (str(end) for end in ends if end not in ambiguous and str(end) not in used), str(path)
         )
         if name in used:  # two paths that differ only in bytes that were replaced
             name = next(n for i in count(2) if (n := f"{name} ({i})") not in used)

@@ -23,7 +23,7 @@ def differing(runs: Sequence[WatchedRun]) -> dict[str, Any]:
     configured = [settings for settings in read.values() if settings]
     every = dict.fromkeys(name for settings in configured for name in settings)
     names = [name for name in every if name not in (*OWN, TAGS_SETTING)]
-    differ = [name for name in names if len({one.get(name) for one in configured}) > 1]
+    differ = [name for name in names if len({settings.get(name) for settings in configured}) > 1]
     shown = differ[:MAX_COLUMNS]
     return {
         "names": shown,

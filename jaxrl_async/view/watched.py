@@ -62,7 +62,7 @@ class SampleFilter:
     stop: str = ""
     number: int | None = None
 
-    def takes(self, sample: "Sample") -> bool:
+    def matches(self, sample: "Sample") -> bool:
         """Return whether a sample matches, apart from its text."""
         return (
             (self.first_step is None or sample.step >= self.first_step)
@@ -79,7 +79,7 @@ class Sample:
     """The location of a sample in its file, and the values that select and sort it."""
 
     number: int  # in the file, from 0
-    at: int
+    offset: int
     size: int
     step: int
     reward: float
@@ -111,7 +111,7 @@ class WatchedRun:
         self._starts: tuple[str, list[dict[str, Any]]] = ("", [])
         self._config: tuple[str, list[str], dict[str, str] | None] = ("", [], {})
 
-    def look(self) -> str:
+    def stamp(self) -> str:
         """Return a text that differs if any of the run's files has changed."""
         names = (METRICS_FILE, f"{WARM_START}/{METRICS_FILE}", SAMPLES_FILE, LOG_FILE)
         files = [self.root / name for name in (*names, TAGS_FILE, "config.yaml")]
@@ -124,11 +124,11 @@ class WatchedRun:
         return {**self._metrics.columns, **self._warm.columns}
 
     def _read_samples(self) -> None:
-        void, lines = self._samples_file.news()
+        void, lines = self._samples_file.new_lines()
         if void:
             self._samples.clear()
-        for place, raw in lines:
-            self._samples.append(Sample(len(self._samples), place, len(raw), *chosen_by(raw)))
+        for offset, raw in lines:
+            self._samples.append(Sample(len(self._samples), offset, len(raw), *sort_values(raw)))
 
     # ---- data for the page
 
@@ -152,7 +152,7 @@ class WatchedRun:
         """Return the metrics that have a finite value, of a run that was not read yet those at the
         ends of its files."""
         with self._lock:
-            if self._metrics.file.at > 0 or self._warm.file.at > 0:  # it was read
+            if self._metrics.file.offset > 0 or self._warm.file.offset > 0:  # it was read
                 return sorted(key for key, column in self._columns().items() if column.steps)
             ends, warm = self._ends
             ends.read()
@@ -172,8 +172,8 @@ class WatchedRun:
         """Return the curves of some metrics; see MetricColumn.between."""
         with self._lock:
             known = self._columns()
-            found = {key: known[key] for key in keys if key in known and known[key].steps}
-            return {key: column.between(first, last, most) for key, column in found.items()}
+            columns = {key: known[key] for key in keys if key in known and known[key].steps}
+            return {key: column.between(first, last, most) for key, column in columns.items()}
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """Return all (step, value) of a metric."""
@@ -232,7 +232,7 @@ class WatchedRun:
             return max((c.steps[-1] for c in self._metrics.columns.values() if c.steps), default=0)
 
     def samples(
-        self, wanted: SampleFilter, skip: int, most: int, order: str = "newest"
+        self, filters: SampleFilter, skip: int, most: int, order: str = "newest"
     ) -> tuple[int, list[tuple[int, Any]]]:
         """Return the number of matching samples, and some of them with their numbers in the file.
 
@@ -240,13 +240,13 @@ class WatchedRun:
         """
         with self._lock:
             self._read_samples()
-            chosen = [sample for sample in self._samples if wanted.takes(sample)]
+            chosen = [sample for sample in self._samples if filters.matches(sample)]
         try:
             with (self.root / SAMPLES_FILE).open("rb") as file:
-                if wanted.text:
-                    chosen = list(_with_text(file, chosen, wanted.text))
+                if filters.text:
+                    chosen = list(_with_text(file, chosen, filters.text))
                 page = _in_order(file, chosen, order)[skip : skip + most]
-                lines = [(one.number, object_of(_line_of(file, one))) for one in page]
+                lines = [(sample.number, object_of(_line_of(file, sample))) for sample in page]
                 return len(chosen), lines
         except OSError:
             return 0, []
@@ -295,12 +295,12 @@ class WatchedRun:
 
     def settings(self) -> dict[str, str]:
         """Return the run's settings by dotted name, as short texts."""
-        text, _, found = self._from_config()
-        if found is None:
-            found = dict(configuration.settings_of(configuration.parsed(text)))
+        text, _, settings = self._from_config()
+        if settings is None:
+            settings = dict(configuration.settings_of(configuration.parsed(text)))
             with self._lock:
-                self._config = text, self._config[1], found
-        return found
+                self._config = text, self._config[1], settings
+        return settings
 
     def _from_config(self) -> tuple[str, list[str], dict[str, str] | None]:
         """Return the configuration's text, its tags, and its settings if they were read."""
@@ -350,7 +350,7 @@ def _starts_in(path: Path) -> list[dict[str, Any]]:
             lines = file.read(16 * END_BYTES).splitlines()
     except OSError:
         return []
-    found = []
+    starts = []
     for raw in lines:
         start = {
             key: value
@@ -358,8 +358,8 @@ def _starts_in(path: Path) -> list[dict[str, Any]]:
             if isinstance(value, str) or finite_number(value) is not None
         }
         if finite_number(start.get("started")) is not None:
-            found.append(start)
-    return found
+            starts.append(start)
+    return starts
 
 
 def _in_order(file: object, samples: list[Sample], order: str) -> list[Sample]:
@@ -387,7 +387,7 @@ def mean_advantage(raw: bytes) -> float:
     """Return the mean advantage of a sample's recorded tokens; NaN if none was recorded."""
     tokens = object_of(raw).get("tokens")
     listed = tokens.get("advantage") if isinstance(tokens, dict) else None
-    values = [finite_number(one) for one in listed] if isinstance(listed, list) else []
+    values = [finite_number(value) for value in listed] if isinstance(listed, list) else []
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else float("nan")
 
@@ -410,58 +410,58 @@ def _is_locked(path: Path, locks: frozenset[str]) -> bool:
     return f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}" in locks
 
 
-_CHOSEN_BY = re.compile(
+_SORT_VALUES = re.compile(
     rb'\{"step": (\d{1,18}), .*?"reward": (-?\d+(?:\.\d+)?(?:e[+-]?\d{1,3})?), .*?"stop": "(%s)"'
     % "|".join(StopReason).encode(),
     re.DOTALL,
 )
-"""The values that select a line of samples.jsonl, in the place where its writer puts them. No text
-matches such a key, since a quotation mark in a text follows a backslash. No part of a reward has
+"""The values that select a line of samples.jsonl, where its writer puts them. No text matches
+such a key, since a quotation mark in a text follows a backslash. No part of a reward has
 such a name and value either."""
 
 
-def chosen_by(raw: bytes) -> tuple[int, float, str]:
+def sort_values(raw: bytes) -> tuple[int, float, str]:
     """Return step, reward and stop of a line of samples, without parsing all of it as JSON, which
     would take most of a minute for 100,000 long lines."""
-    if found := _CHOSEN_BY.match(raw):
-        return int(found[1]), float(found[2]), found[3].decode()
+    if match := _SORT_VALUES.match(raw):
+        return int(match[1]), float(match[2]), match[3].decode()
     line = object_of(raw)
     step, reward = line.get("step"), finite_number(line.get("reward"))
     return int(step or 0) if is_step(step) else 0, reward or 0.0, str(line.get("stop", ""))
 
 
 def _line_of(file: Any, sample: Sample) -> bytes:
-    file.seek(sample.at)
+    file.seek(sample.offset)
     return bytes(file.read(sample.size))
 
 
 def _with_text(file: object, samples: list[Sample], text: str) -> Iterator[Sample]:
     """Yield the samples whose prompt, completion or reference contains a text, ignoring case."""
-    sought = text.lower()
-    plain = sought.isascii() and json.dumps(sought) == f'"{sought}"'  # as it is in the file
+    needle = text.lower()
+    plain = needle.isascii() and json.dumps(needle) == f'"{needle}"'  # as it is in the file
     for sample in samples:
         raw = _line_of(file, sample)
-        if plain and sought.encode() not in raw.lower():
+        if plain and needle.encode() not in raw.lower():
             continue
         line = object_of(raw)
         fields = (line.get(name, "") for name in ("prompt", "completion", "reference"))
-        if any(sought in str(value).lower() for value in fields):
+        if any(needle in str(value).lower() for value in fields):
             yield sample
 
 
 def stamp_of(files: list[Path]) -> str:
     """Return a text that differs if any of the files has changed."""
-    words = []
+    stamps = []
     for path in files:
         with contextlib.suppress(OSError):
             status = path.stat()
-            words.append(f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}")
-    return "-".join(words)
+            stamps.append(f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}")
+    return "-".join(stamps)
 
 
 class RunsByName(dict[str, WatchedRun]):
-    """The runs of a page by name. left_out: number of runs without a place. folders: where they are
-    sought."""
+    """The runs of a page by name. left_out: number of runs that are not shown. folders: where runs
+    are searched."""
 
     left_out: int = 0
     folders: tuple[str, ...] = ()

@@ -27,31 +27,31 @@ class GrowingFile:
     """A file of lines that another process appends to."""
 
     path: Path
-    at: int = 0  # offset of the next line
-    last_at: int = 0  # offset of the last complete line
+    offset: int = 0  # of the next line
+    last_offset: int = 0  # of the last complete line
     known: tuple[int, int] = (0, 0)  # device and inode
     stamp: tuple[int, int] = (0, 0)  # size and modification time at the last read
 
-    def news(self) -> tuple[bool, list[tuple[int, bytes]]]:
+    def new_lines(self) -> tuple[bool, list[tuple[int, bytes]]]:
         """Return whether all data read before are void, and the new complete lines with their
         offsets."""
         try:
             with self.path.open("rb") as file:
                 return self._read(file)
         except OSError:
-            begun, self.at, self.last_at, self.known = self.known != (0, 0), 0, 0, (0, 0)
+            begun, self.offset, self.last_offset, self.known = self.known != (0, 0), 0, 0, (0, 0)
             self.stamp = (0, 0)
             return begun, []
 
     def _read(self, file: Any) -> tuple[bool, list[tuple[int, bytes]]]:
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
-        void = self.known not in ((0, 0), identity) or status.st_size < self.last_at
+        void = self.known not in ((0, 0), identity) or status.st_size < self.last_offset
         if void:
-            self.at = self.last_at = 0
+            self.offset = self.last_offset = 0
         self.known, self.stamp = identity, (status.st_size, status.st_mtime_ns)
-        file.seek(self.at)
-        lines, place = [], self.at
+        file.seek(self.offset)
+        lines, offset = [], self.offset
         for raw in iter(lambda: file.readline(MAX_LINE), b""):
             size, is_whole = len(raw), raw.endswith(b"\n")
             if not is_whole and size == MAX_LINE:  # skipped, once its end is written
@@ -60,11 +60,11 @@ class GrowingFile:
             if not is_whole:
                 break
             if raw:
-                lines.append((place, raw))
-            place += size
+                lines.append((offset, raw))
+            offset += size
         if lines:
-            self.last_at = lines[-1][0]
-        self.at = place
+            self.last_offset = lines[-1][0]
+        self.offset = offset
         return void, lines
 
 
@@ -91,12 +91,12 @@ class MetricColumn:
             self.steps.append(step)
             self.values.append(value)
             return
-        place = bisect_left(self.steps, step)
-        if self.steps[place] == step:
-            self.values[place] = value
+        index = bisect_left(self.steps, step)
+        if self.steps[index] == step:
+            self.values[index] = value
         else:
-            self.steps.insert(place, step)
-            self.values.insert(place, value)
+            self.steps.insert(index, step)
+            self.values.insert(index, value)
 
     def between(self, first: int, last: int, most: int) -> Points:
         """Return about `most` points of these steps at most. Longer stretches keep the minimum and
@@ -105,20 +105,20 @@ class MetricColumn:
         steps, values = self.steps[begin:end], self.values[begin:end]
         if len(steps) <= most:
             return list(steps), list(values)
-        places = _extremes(np.frombuffer(values), max(1, most // 2))
-        return [steps[i] for i in places], [values[i] for i in places]
+        indices = _extremes(np.frombuffer(values), max(1, most // 2))
+        return [steps[i] for i in indices], [values[i] for i in indices]
 
 
 def _extremes(values: Any, parts: int) -> list[int]:
-    """Return the places of the minimum and of the maximum of each of some equal parts."""
+    """Return the indices of the minimum and of the maximum of each of some equal parts."""
     begins = np.arange(parts + 1) * len(values) // parts
-    place = begins[:-1, None] + np.arange((begins[1:] - begins[:-1]).max())
-    within = place < begins[1:, None]
-    known = values[np.minimum(place, len(values) - 1)]
+    index = begins[:-1, None] + np.arange((begins[1:] - begins[:-1]).max())
+    within = index < begins[1:, None]
+    known = values[np.minimum(index, len(values) - 1)]
     least = np.where(within, known, inf).argmin(axis=1)
     largest = np.where(within, known, -inf).argmax(axis=1)
-    found: list[int] = np.unique([begins[:-1] + least, begins[:-1] + largest]).tolist()
-    return found
+    indices: list[int] = np.unique([begins[:-1] + least, begins[:-1] + largest]).tolist()
+    return indices
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class WatchedMetrics:
 
     def read(self) -> None:
         """Read new lines. A metric that was never finite has an empty column."""
-        void, lines = self.file.news()
+        void, lines = self.file.new_lines()
         if void:
             self.columns.clear()
         for _, raw in lines:
@@ -139,7 +139,7 @@ class WatchedMetrics:
             step = line.pop("step", None)
             if is_step(step):
                 self._add(step, line)
-        self.file.at = self.file.last_at  # the last line may be rewritten
+        self.file.offset = self.file.last_offset  # the last line may be rewritten
 
     def _add(self, step: int, line: Mapping[str, object]) -> None:
         columns, prefix = self.columns, self.prefix
@@ -217,7 +217,7 @@ def _is_deep(value: object, most: int) -> bool:
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return not most or any(_is_deep(one, most - 1) for one in inner)
+    return not most or any(_is_deep(item, most - 1) for item in inner)
 
 
 def is_step(value: object) -> bool:

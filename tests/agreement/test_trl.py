@@ -242,7 +242,7 @@ CONVERTED = ("loss", "aggregate", "kl", "kl_coefficient", "correction", "anchor"
 def converted_algorithm(given):
     """The settings of the algorithm that jaxrl-async convert makes of TRL's."""
     found = converted(TRL, {**given, "max_completion_length": LENGTH})
-    assert set(found.left) <= {"max_steps"}, found.left  # epochs of unknown records
+    assert set(found.unconverted) <= {"max_steps"}, found.unconverted  # epochs of unknown records
     settings = {k.removeprefix("algorithm."): v for k, v in found.settings.items()}
     return {
         name: settings[name] for name in (*CONVERTED, "entropy_coefficient") if name in settings

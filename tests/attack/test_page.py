@@ -16,7 +16,7 @@ from jaxrl_async.view import page_server as served
 from jaxrl_async.view.__main__ import made_server
 from jaxrl_async.view.page_server import MOST_CONNECTIONS
 from jaxrl_async.view.report import embedded, plain_json, write_report
-from jaxrl_async.view.watched import WatchedRun, chosen_by
+from jaxrl_async.view.watched import WatchedRun, sort_values
 
 WITHIN_S = 20.0
 
@@ -159,23 +159,23 @@ def test_a_line_without_an_end_in_sight_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxrl_async.view.watched_files.MAX_LINE", 1000)
     run = write_run(tmp_path, "r", GOOD + b"x" * 5000)
     watched = WatchedRun(run, "r")
-    watched.look()
+    watched.stamp()
     assert watched.points("reward/mean") == [(1, 0.5), (2, 0.75)]
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"x" * 700 + b'\n{"step": 3, "reward/mean": 0.875}\n')
-    watched.look()
+    watched.stamp()
     assert watched.points("reward/mean") == [(1, 0.5), (2, 0.75), (3, 0.875)]
 
 
 def test_a_sample_is_chosen_by_numbers_alone():
-    assert chosen_by(SAMPLE) == (1, 1.0, "eos")
-    assert chosen_by(b'{"step": 7, "a": 1, "reward": -2.5e-3, "b": 1, "stop": "length"}') == (
+    assert sort_values(SAMPLE) == (1, 1.0, "eos")
+    assert sort_values(b'{"step": 7, "a": 1, "reward": -2.5e-3, "b": 1, "stop": "length"}') == (
         7,
         -0.0025,
         "length",
     )
     for line in DAMAGED:
-        step, reward, stop = chosen_by(line)
+        step, reward, stop = sort_values(line)
         assert 0 <= step < 2**62 and reward * 0 == 0 and isinstance(stop, str)
 
 

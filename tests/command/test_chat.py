@@ -21,7 +21,7 @@ from chat_tokenizers import CHATML, byte_tokenizer
 
 import jaxrl_async as jr
 from jaxrl_async.command.chat_backends import (
-    ChatAnswered,
+    ChatReply,
     EndpointBackend,
     EndpointSettings,
     chat_body,
@@ -29,10 +29,10 @@ from jaxrl_async.command.chat_backends import (
 from jaxrl_async.command.chat_command import (
     Chat,
     _parser,
-    asked_as_in_run,
     ctrl_c_sets,
     main,
     run_and_step,
+    with_options_of_run,
 )
 from jaxrl_async.command.chat_options import ChatOptions, ShownToken
 from jaxrl_async.config.load import dump, load
@@ -58,12 +58,12 @@ class Script:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        if isinstance(answer, ChatAnswered):
+        if isinstance(answer, ChatReply):
             on_text("said\n")
             return answer
         for word in answer.split(" "):
             on_text(word)
-        return ChatAnswered(num_tokens=len(answer), latency_s=0.0, stopped=stopped.is_set())
+        return ChatReply(num_tokens=len(answer), latency_s=0.0, stopped=stopped.is_set())
 
     def regenerate(self, options, on_text, stopped):
         return self.ask("again", options, on_text, stopped)
@@ -140,10 +140,10 @@ def test_a_failure_is_reported_and_the_chat_continues():
 
 
 def test_what_ended_an_answer_is_a_remark_and_log_probs_are_lines():
-    cut = ChatAnswered(num_tokens=3, latency_s=0.0, cut=True)
+    cut = ChatReply(num_tokens=3, latency_s=0.0, cut=True)
     tokens = (ShownToken(text="sa", logprob=-0.5), ShownToken(text="id\x1b", logprob=-1.0))
-    shown = ChatAnswered(num_tokens=2, latency_s=0.0, tokens=tokens)
-    empty = ChatAnswered(num_tokens=0, latency_s=0.0)
+    shown = ChatReply(num_tokens=2, latency_s=0.0, tokens=tokens)
+    empty = ChatReply(num_tokens=0, latency_s=0.0)
     code, out, err = chat(Script(cut, shown, empty), "a\nb\nc")
     assert code == 0 and "cut off after 3 tokens" in err and "the answer is empty" in err
     assert [line.split()[0] for line in out.splitlines()] == [
@@ -210,7 +210,7 @@ def test_a_runs_policy_is_asked_as_in_the_run(tmp_path):
     (tmp_path / "config.yaml").write_text(dump(load("recipe:gsm8k", words)))
 
     def asked(*given: str) -> tuple[str | None, str | None]:
-        found = asked_as_in_run(_parser().parse_args(given))
+        found = with_options_of_run(_parser().parse_args(given))
         return found.system, found.chat_arguments
 
     of_run = ("Be brief.", '{"enable_thinking": false}')

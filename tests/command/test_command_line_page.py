@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.command.completion import OPTIONS
-from jaxrl_async.command.front_door import COMMANDS
+from jaxrl_async.command.entry_point import COMMANDS
 
 PAGE = (Path(__file__).parents[2] / "docs/command_line.md").read_text(encoding="utf-8")
 SECTIONS = {part.split("\n")[0]: part for part in PAGE.split("\n## ")[1:]}

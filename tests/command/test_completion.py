@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.command.completion import OPTIONS, main, script
-from jaxrl_async.command.front_door import COMMANDS
-from jaxrl_async.command.front_door import main as front_door
+from jaxrl_async.command.entry_point import COMMANDS
+from jaxrl_async.command.entry_point import main as entry_point
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,7 +99,7 @@ def test_an_unknown_shell_is_refused(capsys):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_it_knows_are_those_of_help(name, capsys):
     with contextlib.suppress(SystemExit):
-        front_door([name, "--help"])
+        entry_point([name, "--help"])
     shown = capsys.readouterr().out.partition("\n\nrun\n")[0]  # of train: what is before settings
     told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", shown))
     assert set(OPTIONS[name].split()) == told | {"--help"}

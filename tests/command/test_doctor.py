@@ -14,14 +14,14 @@ import optax
 import pytest
 
 from jaxrl_async import host
-from jaxrl_async.command import machine, needs
+from jaxrl_async.command import config_checks, machine
 from jaxrl_async.command.doctor import main
 from jaxrl_async.command.machine import (
     Devices,
-    disk_finding,
+    check_disk,
+    check_packages,
+    find_devices,
     host_memory,
-    look_at_devices,
-    package_findings,
 )
 from jaxrl_async.config.load import load
 from jaxrl_async.data.addition import addition_tokenizer
@@ -56,7 +56,7 @@ def test_the_default_job_is_well_here(tmp_path, monkeypatch, capsys):
 @pytest.mark.full
 def test_what_is_missing_is_an_error_with_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(needs, "find_spec", lambda name: None)
+    monkeypatch.setattr(config_checks, "find_spec", lambda name: None)
     words = ["data.addition=null", "data.jsonl.path=x.parquet", "model.path=nowhere",
              "reward.function=no.py:f", "warm_start.steps=0", "endpoint={}",
              "run.callbacks=[no.py:Upload]",
@@ -101,9 +101,9 @@ def test_a_bad_command_line_is_refused():
 @pytest.mark.full
 def test_devices_are_what_jax_sees(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
-    devices, findings = look_at_devices(60)
+    devices, diagnostics = find_devices(60)
     assert devices == Devices("cpu", "cpu", 3, None)
-    assert [f.level for f in findings] == ["ok"]
+    assert [f.level for f in diagnostics] == ["ok"]
 
 
 @pytest.mark.full
@@ -117,9 +117,9 @@ def test_a_driver_that_never_answers_is_given_up_and_leaves_no_process(monkeypat
         f"open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
     )
     monkeypatch.setattr(machine, "holders_of_devices", lambda: iter(["process 7 (python x.py)"]))
-    devices, (finding,) = look_at_devices(2)
-    assert devices is None and finding.level == "error"
-    assert "no answer within 2 s" in finding.what and "held by process 7" in finding.what
+    devices, (diagnostic,) = find_devices(2)
+    assert devices is None and diagnostic.level == "error"
+    assert "no answer within 2 s" in diagnostic.text and "held by process 7" in diagnostic.text
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)
 
@@ -127,8 +127,8 @@ def test_a_driver_that_never_answers_is_given_up_and_leaves_no_process(monkeypat
 def test_a_driver_that_fails_is_told_in_its_words(monkeypatch):
     monkeypatch.setattr(machine, "PROBE", "raise RuntimeError('The TPU is already in use')")
     monkeypatch.setattr(machine, "holders_of_devices", lambda: iter([]))
-    _, (finding,) = look_at_devices(60)
-    assert "RuntimeError: The TPU is already in use" in finding.what and finding.remedy
+    _, (diagnostic,) = find_devices(60)
+    assert "RuntimeError: The TPU is already in use" in diagnostic.text and diagnostic.remedy
 
 
 def test_a_process_that_has_a_device_open_is_found(monkeypatch):
@@ -151,7 +151,7 @@ def test_a_process_that_has_a_device_open_is_found(monkeypatch):
 def test_an_old_package_is_an_error_and_a_missing_one_too(monkeypatch):
     versions = {"flax": "0.1", "jax": "0.10.99"}
     monkeypatch.setattr(machine, "version_of", lambda name: versions.get(name, ""))
-    found = {f.what: f.remedy for f in package_findings() if f.level == "error"}
+    found = {f.text: f.remedy for f in check_packages() if f.level == "error"}
     assert any("flax 0.1 is installed" in what for what in found)
     assert any("optax is not installed" in what for what in found)
     assert not any(what.startswith("jax ") for what in found)
@@ -159,10 +159,10 @@ def test_an_old_package_is_an_error_and_a_missing_one_too(monkeypatch):
 
 
 def test_a_folder_that_cannot_hold_the_checkpoints_is_told(tmp_path):
-    assert disk_finding(tmp_path / "a/b", 0, "").level == "ok"
-    assert disk_finding(tmp_path, 2.0**60, "for checkpoints").level == "warning"
+    assert check_disk(tmp_path / "a/b", 0, "").level == "ok"
+    assert check_disk(tmp_path, 2.0**60, "for checkpoints").level == "warning"
     (tmp_path / "file").touch()
-    assert disk_finding(tmp_path / "file/runs", 0, "").level == "error"
+    assert check_disk(tmp_path / "file/runs", 0, "").level == "error"
 
 
 def test_memory_is_that_of_the_arrays_that_a_run_holds():
@@ -176,10 +176,10 @@ def test_memory_is_that_of_the_arrays_that_a_run_holds():
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
     counters = 8  # AdamW's step
-    assert needs.trainer_bytes(config, spec) == pytest.approx(
+    assert config_checks.trainer_bytes(config, spec) == pytest.approx(
         3 * size(params) + size(state), abs=counters
     )
-    kv = needs.sampler_bytes(config, spec) - 2 * size(params)
+    kv = config_checks.sampler_bytes(config, spec) - 2 * size(params)
     tokens = config.sampler.slots * config.sampler.max_length
     shape = config.model.architecture
     least = tokens * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
@@ -188,13 +188,13 @@ def test_memory_is_that_of_the_arrays_that_a_run_holds():
 
 def test_devices_that_are_too_small_or_too_few_are_errors():
     config = load("recipe:addition", ["sampler.slots=2"]).on_devices("gpu")
-    kept = needs.trainer_bytes(
+    kept = config_checks.trainer_bytes(
         config, spec_of_run(config.model, addition_tokenizer(), config.longest_example)
     )
 
     def told(count: int, memory: float) -> dict[str, str]:
-        found = needs.needs_findings(config, Devices("gpu", "H100", count, int(memory)))
-        return {f.what.split(":")[0]: f.level for f in found}
+        found = config_checks.check_config(config, Devices("gpu", "H100", count, int(memory)))
+        return {f.text.split(":")[0]: f.level for f in found}
 
     trainer = "memory of a trainer's device"
     assert told(2, 10 * kept)[trainer] == "ok"
@@ -208,12 +208,12 @@ def test_weights_in_transfer_count_once_where_both_sides_share_the_devices():
     settings = ["sampler.slots=2", "mesh.colocated=true", "model.dtype=float32"]
     config = load("recipe:addition", settings).on_devices("gpu")
     spec = spec_of_run(config.model, addition_tokenizer(), config.longest_example)
-    both = needs.trainer_bytes(config, spec) + needs.sampler_bytes(config, spec)
+    both = config_checks.trainer_bytes(config, spec) + config_checks.sampler_bytes(config, spec)
     kept = both - 4 * num_weights(spec)
 
     def level(memory: float) -> str:
-        found = needs.needs_findings(config, Devices("gpu", "H100", 1, int(memory)))
-        return next(f.level for f in found if "both sides" in f.what)
+        found = config_checks.check_config(config, Devices("gpu", "H100", 1, int(memory)))
+        return next(f.level for f in found if "both sides" in f.text)
 
     assert level(kept + 1) != "error" and level(kept - 1) == "error"
 
@@ -227,12 +227,12 @@ def test_doctor_says_how_much_of_a_gpu_jax_takes(monkeypatch):
     told = telling(platform="gpu", kind="H100", memory=64_000_000_000, capability="9.0")
     monkeypatch.setattr(machine, "PROBE", told)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
-    devices, (_, share) = look_at_devices(60)
+    devices, (_, share) = find_devices(60)
     assert devices == Devices("gpu", "H100", 1, 64_000_000_000, "9.0")
-    assert share.level == "ok" and share.what.startswith("JAX takes 40% of each GPU at its start")
+    assert share.level == "ok" and share.text.startswith("JAX takes 40% of each GPU at its start")
     config = load("recipe:addition", ["sampler.slots=2"])
-    found = needs.needs_findings(config, Devices("gpu", "H100", 2, 1_000_000))
-    remedies = [f.remedy for f in found if f.what.startswith("memory of a")]
+    found = config_checks.check_config(config, Devices("gpu", "H100", 2, 1_000_000))
+    remedies = [f.remedy for f in found if f.text.startswith("memory of a")]
     assert remedies and all("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in r for r in remedies)
 
 
@@ -248,11 +248,11 @@ def test_doctor_says_how_much_of_a_gpu_jax_takes(monkeypatch):
 def test_doctor_reads_the_variables_of_a_gpus_memory(monkeypatch, name, text, level, said):
     monkeypatch.setattr(machine, "PROBE", telling(platform="gpu", capability="8.9"))
     monkeypatch.setenv(name, text)
-    devices, (_, share) = look_at_devices(60)
-    assert share.level == level and re.search(said, share.what)
+    devices, (_, share) = find_devices(60)
+    assert share.level == level and re.search(said, share.text)
     config = load("recipe:addition", ["sampler.slots=2"])
-    (memory,) = (f for f in needs.needs_findings(config, devices) if "memory" in f.what)
-    assert memory.level == "warning" and "JAX does not report" in memory.what
+    (memory,) = (f for f in config_checks.check_config(config, devices) if "memory" in f.text)
+    assert memory.level == "warning" and "JAX does not report" in memory.text
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,12 @@ def test_a_run_is_counted_in_the_type_that_its_cards_compute_in(
     """A T4 multiplies in float32, and weights that a sampler has are twice as large."""
     counted = []
     monkeypatch.setattr(
-        needs, "sampler_bytes", lambda config, spec: counted.append(config.model.computes_in) or 0.0
+        config_checks,
+        "sampler_bytes",
+        lambda config, spec: counted.append(config.model.computes_in) or 0.0,
     )
     devices = Devices(platform, "a card", 2, 2**40, capability)
-    assert list(needs.needs_findings(load("recipe:addition"), devices))
+    assert list(config_checks.check_config(load("recipe:addition"), devices))
     assert {"float32": 4, "bfloat16": 2}[counted[0]] == width
 
 
@@ -282,11 +284,11 @@ def test_doctor_warns_of_a_plugin_without_a_driver(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "TPU_FILES", ("no",))
     monkeypatch.setattr(machine, "PROBE", telling(platform="cpu"))
     monkeypatch.setenv("JAX_PLATFORMS", "")
-    _, (_, driver) = look_at_devices(60)
-    assert driver.level == "warning" and driver.what.startswith("jax-cuda13-plugin is installed")
-    assert "NVIDIA's driver is not here" in driver.what and "install the driver" in driver.remedy
+    _, (_, driver) = find_devices(60)
+    assert driver.level == "warning" and driver.text.startswith("jax-cuda13-plugin is installed")
+    assert "NVIDIA's driver is not here" in driver.text and "install the driver" in driver.remedy
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert len(look_at_devices(60)[1]) == 1
+    assert len(find_devices(60)[1]) == 1
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setattr(host, "NVIDIA_FILES", ("null",))  # /dev/null, as if it were the driver
-    assert "this host has an NVIDIA GPU" in look_at_devices(60)[1][1].what
+    assert "this host has an NVIDIA GPU" in find_devices(60)[1][1].text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_async.command import init_command
-from jaxrl_async.command.init_command import asked_for, main, max_positions
+from jaxrl_async.command.init_command import ask_missing, main, max_positions
 from jaxrl_async.command.machine import Devices
 from jaxrl_async.config.load import load
 
@@ -23,7 +23,7 @@ def here(tmp_path, monkeypatch):
     """An empty current folder, on a machine with one GPU."""
     monkeypatch.chdir(tmp_path)
     gpu = Devices("gpu", "NVIDIA H100", 1, 80 * 2**30, "9.0")
-    monkeypatch.setattr(init_command, "look_at_devices", lambda timeout_s: (gpu, []))
+    monkeypatch.setattr(init_command, "find_devices", lambda timeout_s: (gpu, []))
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RECORDS))
     (tmp_path / "m").mkdir()
     (tmp_path / "m/config.json").write_text('{"max_position_embeddings": 300}')
@@ -110,7 +110,7 @@ def test_files_are_replaced_only_by_force(here, capsys):
 def test_only_what_no_option_says_is_asked(given, answers, found):
     usual = dict.fromkeys(("model", "data", "task", "reward", "algorithm"))
     left = iter(answers)
-    got = asked_for(argparse.Namespace(**{**usual, **given}), lambda question: next(left))
+    got = ask_missing(argparse.Namespace(**{**usual, **given}), lambda question: next(left))
     assert {name: getattr(got, name) for name in found} == found
     assert list(left) == []
 

@@ -73,7 +73,7 @@ def test_counterparts_are_settings_and_their_values_are_allowed(peer):
     found = converted(peer, {}, records=10_000)
     load(nested(found.settings))
     # Tunix's default estimator of the KL has no gradient in a loss
-    assert set(found.left) == ({"beta"} if peer is TUNIX else set())
+    assert set(found.unconverted) == ({"beta"} if peer is TUNIX else set())
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_algorithm_of_trl(given, expected):
 def test_the_lengths_and_names_of_trl(given, devices, records, expected):
     found = converted(TRL, given, devices=devices, records=records)
     assert {path: found.settings.get(path) for path in expected} == expected
-    assert found.left == {}
+    assert found.unconverted == {}
 
 
 def test_what_trl_has_and_we_have_not_is_left_with_its_reason():
@@ -178,12 +178,12 @@ def test_what_trl_has_and_we_have_not_is_left_with_its_reason():
         "report_to": "comet",
     }
     found = converted(TRL, {**given, "loss_type": "new", "nonsense": 1, "log_completions": False})
-    assert set(found.left) == {"optim", "top_entropy_quantile", "report_to", "loss_type"} | {
+    assert set(found.unconverted) == {"optim", "top_entropy_quantile", "report_to", "loss_type"} | {
         "nonsense"
     }
     assert (
-        "trainer.optimizer takes adamw, muon" in found.left["optim"]
-        and "comet" in found.left["report_to"]
+        "trainer.optimizer takes adamw, muon" in found.unconverted["optim"]
+        and "comet" in found.unconverted["report_to"]
     )
     assert "algorithm.aggregate" not in found.settings
 
@@ -229,7 +229,7 @@ def test_verls_units_are_converted():
         "checkpoint.every": 20,
     }
     assert {path: found.settings.get(path) for path in expected} == expected
-    assert found.left == {}
+    assert found.unconverted == {}
     assert "critic.learning_rate" not in found.settings
 
 

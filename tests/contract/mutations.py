@@ -1764,7 +1764,7 @@ GROUPS = (
         (
             ("(-_changed_at(path), path)", "(_changed_at(path), path)"),
             ("path.name != WARM_START and", "path.name and"),
-            ("end not in alike and", ""),
+            ("end not in ambiguous and", ""),
         ),
     ),
     Group(
@@ -1817,7 +1817,7 @@ GROUPS = (
             ('{"constant": {"divisor": max_new_tokens}}', '{"constant": {"divisor": 48}}'),
             ("choices.devices - samplers", "choices.devices"),
             ("if key not in SIZES", "if key in SIZES or True"),
-            ("holds_mark = found is not None and", "holds_mark = found is None and"),
+            ("holds_mark = column is not None and", "holds_mark = column is None and"),
         ),
     ),
     Group(

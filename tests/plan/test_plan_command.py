@@ -142,7 +142,7 @@ def test_the_devices_of_every_generation_can_be_arranged():
         "from jaxrl_async.config import schema",
         "from jaxrl_async.mesh import make_mesh",
         "from jaxrl_async.plan.chips import CHIPS, parse_slice",
-        "from jaxrl_async.plan.places import devices_of",
+        "from jaxrl_async.plan.chip_placement import devices_of",
         "for name in CHIPS:",
         "    where = parse_slice(f'{name}-8')",
         "    axes = schema.AxesSection(fsdp=where.num_devices // 2, tensor=2)",

@@ -17,8 +17,8 @@ from jaxrl_async.model.families.parts import Latent
 from jaxrl_async.model.quantize import quantize, quantized_table
 from jaxrl_async.model.spec import ModelSpec, weight_table
 from jaxrl_async.plan import programs as lowering
+from jaxrl_async.plan.chip_placement import Placement, place_on_chips
 from jaxrl_async.plan.chips import CHIPS, parse_slice
-from jaxrl_async.plan.places import Places, make_places
 from jaxrl_async.plan.programs import Lowered, check, lowered
 from jaxrl_async.run.builders.samplers import SentWeights
 from jaxrl_async.sampler.device.engine import Engine, weight_shardings
@@ -47,8 +47,8 @@ def config_of(**sections: dict[str, Any]) -> schema.Config:
     )
 
 
-def places_on_cpu(config: schema.Config) -> Places:
-    return Places(
+def placement_on_cpu(config: schema.Config) -> Placement:
+    return Placement(
         trainer=parse_slice("v5e-4"),
         sampler=parse_slice("v5p-1"),
         num_samplers=2,
@@ -61,7 +61,7 @@ def places_on_cpu(config: schema.Config) -> Places:
 
 
 def programs_of(config: schema.Config) -> dict[str, Lowered]:
-    found, _ = lowered(config, lowering.spec_of(config), places_on_cpu(config))
+    found, _ = lowered(config, lowering.spec_of(config), placement_on_cpu(config))
     return {one.name: one for one in found}
 
 
@@ -190,7 +190,7 @@ def test_experts_that_are_replayed_come_out_of_the_sampler_and_into_the_gradient
 @pytest.mark.full
 def test_a_prefill_counts_the_tokens_that_it_was_compiled_for():
     config = config_of()
-    found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
+    found, held = lowered(config, lowering.spec_of(config), placement_on_cpu(config))
     assert held.chunk_tokens > config.sampler.prefill_chunk
     prefill = next(one for one in found if one.name == "prefill")
     assert f"int32[{held.chunk_tokens}]" in arguments(prefill)
@@ -250,7 +250,7 @@ def test_on_a_tpu_a_token_in_the_pages_costs_kimi_k2_640_and_512_columns_in_each
 @pytest.mark.full
 def test_a_plan_has_the_prefill_that_a_tpus_sampler_compiles():
     config = config_of(sampler={"attention": "ragged", "prefill_chunk": 300})
-    found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
+    found, held = lowered(config, lowering.spec_of(config), placement_on_cpu(config))
     prefill = next(one for one in found if one.name == "prefill")
     assert held.chunk_tokens == 300 and held.prefill_kernel is not None
     assert len(jax.tree.leaves(prefill.program.out_info)) == 1 + 2, "logits, and each layer's pages"
@@ -261,7 +261,7 @@ def test_a_plan_has_the_prefill_that_a_tpus_sampler_compiles():
 def test_an_adapter_alone_is_trained_and_sent_beside_its_base(plain, dtype):
     lora = {**BASE["model"], "lora": {"rank": 4, "dropout": 0.1}}
     config = config_of(model=lora, weights={"dtype": dtype})
-    found, held = lowered(config, lowering.spec_of(config), places_on_cpu(config))
+    found, held = lowered(config, lowering.spec_of(config), placement_on_cpu(config))
     programs = {one.name: one for one in found}
     base = len(jax.tree.leaves(weight_table(lowering.spec_of(config))))
     adapter = len(jax.tree.leaves(held.sent))
@@ -313,7 +313,7 @@ def test_a_sampler_that_is_no_slice_is_refused_with_what_was_asked(
     chips = count * section.sampler.num_devices // CHIPS[generation].devices
     config = config_of().model_copy(update={"mesh": section})
     with pytest.raises(ConfigError, match=said):
-        make_places(config, parse_slice(f"{generation}-4"), (CHIPS[generation], chips))
+        place_on_chips(config, parse_slice(f"{generation}-4"), (CHIPS[generation], chips))
 
 
 @pytest.mark.full

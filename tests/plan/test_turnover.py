@@ -18,7 +18,7 @@ from jaxrl_async.plan.pipeline import (
     Turnover,
 )
 from jaxrl_async.plan.simulate import simulate
-from jaxrl_async.plan.simulated_sampler import BEGUN, DRAWN, GROUP, LEFT
+from jaxrl_async.plan.simulated_sampler import BEGUN, GROUP, REMAINING, SAMPLED
 from jaxrl_async.plan.weight_tree import TRAINER, WeightTree
 
 TREE = TransferTree(num_bytes=1.0, trainer_bytes_per_s=2.0, sampler_bytes_per_s=2.0)
@@ -97,11 +97,11 @@ def fleets(draw):
 def unfinished(run):
     """Answers that some sampler, or nobody, has: by group, and their tokens."""
     fleet = run.fleet
-    holders = [*fleet.at_work.values(), *fleet.unnoticed.values()]
+    holders = [*fleet.running.values(), *fleet.unnoticed.values()]
     parts = [s.seqs[:, : s.held] for s in holders] + [c for s in holders for c in s.queue]
     parts += [*fleet._moving, *fleet._queue]
     groups = Counter(n for part in parts for n in part[GROUP].tolist())
-    return groups, [n for part in parts for n in (part[LEFT] + part[DRAWN]).tolist()]
+    return groups, [n for part in parts for n in (part[REMAINING] + part[SAMPLED]).tolist()]
 
 
 @pytest.mark.full
@@ -113,19 +113,19 @@ def test_whoever_joins_and_leaves_nothing_is_lost_and_staleness_keeps_its_bound(
         totals = run.to(updates)
         assert 0 <= totals.oldest <= pipeline.max_staleness
         groups, lengths = unfinished(run)
-        assert groups == {n: g.left for n, g in run.pending.items() if g.left}
+        assert groups == {n: g.unfinished for n, g in run.pending.items() if g.unfinished}
         assert set(lengths) <= {8, 20, 60}, "a moved answer ends where it would have ended"
     fleet = totals.fleet
     left = run.fleet.left_tokens + sum(g.tokens for g in run.pending.values())
-    assert fleet.drawn == totals.trained + run.dropped_tokens + left + fleet.lost
-    assert len(run.fleet.at_work) == pipeline.samplers.count + fleet.joins - fleet.leaves - (
-        fleet.kills - sum(s.leaves for s in run.fleet.at_work.values())
+    assert fleet.sampled == totals.trained + run.dropped_tokens + left + fleet.lost
+    assert len(run.fleet.running) == pipeline.samplers.count + fleet.joins - fleet.leaves - (
+        fleet.kills - sum(s.leaves for s in run.fleet.running.values())
     )
     assert (fleet.lost == 0) or fleet.kills
     if pipeline.turnover.handed_back_share == 1 and not any(
         c.kills for c in pipeline.turnover.changes
     ):
-        assert fleet.lost == fleet.begun_again == 0
+        assert fleet.lost == fleet.restarted == 0
 
 
 @pytest.mark.full
@@ -205,7 +205,7 @@ def spread(tree, now, change=lambda step, now: []):
         at = min(coming)
         coming.remove(at)
         now, step = at[0], step + 1
-        left_s = tree.look(at[2], now)
+        left_s = tree.poll(at[2], now)
         if left_s == 0.0:
             found[at[2].sampler] = (at[2].source, now)
         elif left_s is not None:
@@ -237,11 +237,11 @@ def test_whoever_loses_its_source_goes_on_with_the_one_above():
     tree.publish(1)
     first = tree.start(0.0)
     assert [(s.sampler, s.source) for s in first] == [(0, TRAINER), (1, 0), (2, 1)]
-    (moved,) = tree.gone(0, 0.25)
+    (moved,) = tree.remove(0, 0.25)
     assert (moved.sampler, moved.source, moved.part) == (1, TRAINER, 0.5)
-    assert tree.look(moved, 0.25) == 0.25 and tree.look(first[2], 0.25) == 0.25
-    assert tree.look(first[0], 0.5) is None and tree.look(moved, 0.5) == 0.0
-    assert tree.look(first[2], 0.5) == 0.0
+    assert tree.poll(moved, 0.25) == 0.25 and tree.poll(first[2], 0.25) == 0.25
+    assert tree.poll(first[0], 0.5) is None and tree.poll(moved, 0.5) == 0.0
+    assert tree.poll(first[2], 0.5) == 0.0
     assert tree.sent_bytes == pytest.approx(1.0), "of half a copy to 0, and of half to 1"
 
 
@@ -255,7 +255,7 @@ def test_a_slow_sampler_skips_versions_and_is_offered_the_newest():
     tree.publish(3)
     tree.publish(4)
     assert tree.start(0.2) == [] and tree.replaced == 1, "2 and 3 are offered to nobody else"
-    assert tree.look(one, 0.5) == 0.0
+    assert tree.poll(one, 0.5) == 0.0
     tree.ready(0, 1)
     (four,) = tree.start(0.6)
     assert four.version == 4
@@ -277,7 +277,7 @@ def test_the_tree_reaches_everybody_who_stays_whoever_goes(fanout, count, change
             if goes and living:
                 one = sorted(living)[step % len(living)]
                 living.remove(one)
-                moved += tree.gone(one, now)
+                moved += tree.remove(one, now)
             elif not goes:
                 numbers.append(numbers[-1] + 1)
                 living.add(numbers[-1])
@@ -300,16 +300,16 @@ def test_a_sampler_whose_first_weights_are_too_old_gets_newer_ones_before_it_cou
     run.to(3)
     fleet = run.fleet
     number = len(fleet.loads)
-    fleet._ask()
+    fleet._request_weights()
     sending = fleet.tree.under_way[number]
-    assert fleet.tree.look(sending, run.time.now + 60) == 0.0
+    assert fleet.tree.poll(sending, run.time.now + 60) == 0.0
     fleet.live = sending.version + 1
     fleet._staged(sending)
-    assert number not in fleet.at_work and number in fleet._joining
+    assert number not in fleet.running and number in fleet._joining
     fleet._offer(fleet.live)
     assert fleet.tree.under_way[number].version == fleet.live
     run.to(12)
-    assert fleet.at_work[number].version >= sending.version + 1
+    assert fleet.running[number].version >= sending.version + 1
 
 
 def test_requests_handed_back_are_drawn_once_and_those_of_a_kill_again():
@@ -332,7 +332,7 @@ def test_a_sampler_that_joins_takes_what_no_other_had_room_for():
         run.time.now, act, given = run.time.next()
         act(*given)
     assert run.fleet.loads.tolist() == [2, 2, 2]
-    has = [int(c[GROUP, 0]) for c in run.fleet.at_work[2].queue]
+    has = [int(c[GROUP, 0]) for c in run.fleet.running[2].queue]
     assert has == [4, 5] and [int(c[GROUP, 0]) for c in run.fleet._queue] == [*range(6, 60)]
 
 
@@ -342,10 +342,10 @@ def test_requests_of_a_sampler_that_has_left_may_overtake(first):
     gone = Turnover(changes=(FleetChange(at_s=0.1, leaves=1),), again_first=first)
     many = replace(FLEET, samplers=side, group_size=1, groups_per_step=20, turnover=gone)
     run = module._Run(many, seed=0)
-    while not run.fleet.totals.leaves or len(run.fleet.at_work) > 1 or run.fleet._moving:
+    while not run.fleet.totals.leaves or len(run.fleet.running) > 1 or run.fleet._moving:
         run.time.now, act, given = run.time.next()
         act(*given)
-    (stays,) = run.fleet.at_work.values()
+    (stays,) = run.fleet.running.values()
     begun = [n for n, columns in enumerate(stays.queue) if columns[BEGUN].any()]
     assert begun == ([0, 1] if first else [2, 3]), "at once, whatever else waits"
     numbers = [int(columns[GROUP, 0]) for columns in run.fleet._queue]

@@ -12,7 +12,7 @@ from runs import many_digits, metrics_of, weights_of
 
 from jaxrl_async import evaluate
 from jaxrl_async.audit import audit_run
-from jaxrl_async.command.needs import needs_findings
+from jaxrl_async.command.config_checks import check_config
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError, DataError
@@ -492,12 +492,12 @@ def test_a_configuration_of_tasks_is_printed_checked_and_examined(tmp_path: Path
     again = load(yaml.safe_load(dump(config)))
     assert again == config
     check_names(config)
-    findings = list(needs_findings(config, None))
-    assert all(finding.level == "ok" for finding in findings if "tokenizer" in finding.what)
+    findings = list(check_config(config, None))
+    assert all(finding.level == "ok" for finding in findings if "tokenizer" in finding.text)
     code = {"code": {"task": "code:small_functions"}, "b": dict(SUMS)}
-    assert not [f for f in needs_findings(job(tmp_path, code), None) if "no such file" in f.what]
+    assert not [f for f in check_config(job(tmp_path, code), None) if "no such file" in f.text]
     missing = {"a": {"task": f"{tmp_path}/none.py:task"}, "b": dict(SUMS)}
-    texts = [f.what for f in needs_findings(job(tmp_path, missing), None)]
+    texts = [f.text for f in check_config(job(tmp_path, missing), None)]
     assert any(text.startswith("tasks.a.task=") and "no such file" in text for text in texts)
 
 
@@ -509,10 +509,10 @@ def test_the_doctor_looks_at_the_problems_of_code(tmp_path: Path) -> None:
 
     def found(file: Path, **sections) -> list:
         tasks = {"a": {"task": f"code:{file}"}, "b": dict(SUMS)}
-        return list(needs_findings(job(tmp_path, tasks, **sections), None))
+        return list(check_config(job(tmp_path, tasks, **sections), None))
 
     def texts(level: str, findings: list) -> list[str]:
-        return [f.what for f in findings if f.level == level]
+        return [f.text for f in findings if f.level == level]
 
     assert f"tasks.a.task=code:{problems}: 3 records" in texts("ok", found(problems))
     (error,) = texts("error", found(broken))

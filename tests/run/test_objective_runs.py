@@ -8,7 +8,7 @@ import pytest
 import yaml
 from runs import many_digits
 
-from jaxrl_async.command.front_door import main as jaxrl_async
+from jaxrl_async.command.entry_point import main as jaxrl_async
 from jaxrl_async.data.tokenizer import chat_tokenizer
 from jaxrl_async.metrics.metric import metric_of
 from jaxrl_async.metrics.recorder import read_lines

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 import jaxrl_async as jr  # noqa: E402
-from jaxrl_async.command.front_door import main as jaxrl_async  # noqa: E402
+from jaxrl_async.command.entry_point import main as jaxrl_async  # noqa: E402
 from jaxrl_async.config.userfile import load_function  # noqa: E402
 from jaxrl_async.run.shown_answers import read_answers  # noqa: E402
 from jaxrl_async.sampler.router.router import Router  # noqa: E402

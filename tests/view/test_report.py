@@ -97,7 +97,7 @@ def recorded(root, lines=(), samples=()):
     recorder.samples(30, list(samples))
     recorder.close()
     run = WatchedRun(root, "run")
-    run.look()
+    run.stamp()
     return run
 
 

@@ -12,7 +12,7 @@ from jaxrl_async.errors import ConfigError
 from jaxrl_async.view import run_list
 from jaxrl_async.view.__main__ import main
 from jaxrl_async.view.queries import overview
-from jaxrl_async.view.run_list import LOOK_S, RunList, unique_names
+from jaxrl_async.view.run_list import SEARCH_S, RunList, unique_names
 
 
 def write_run(folder, name="metrics.jsonl"):
@@ -64,15 +64,15 @@ def test_a_run_that_begins_later_appears_and_a_removed_one_goes(tmp_path):
     assert runs.now() == {} and runs.now().folders == (str(tmp_path),)
     write_run(tmp_path / "first", "config.yaml")
     assert runs.now() == {}, "it has just been looked for"
-    clock.now += LOOK_S
+    clock.now += SEARCH_S
     assert set(runs.now()) == {"first"}
     before = runs.now()["first"]
     write_run(tmp_path / "first")  # its first step
     write_run(tmp_path / "other" / "first")
-    clock.now += LOOK_S
+    clock.now += SEARCH_S
     assert set(runs.now()) == {"first", "other/first"} and runs.now()["first"] is before
     shutil.rmtree(tmp_path / "first")
-    clock.now += LOOK_S
+    clock.now += SEARCH_S
     assert set(runs.now()) == {"other/first"}
 
 
@@ -109,7 +109,7 @@ def test_a_run_keeps_its_number_when_another_begins(tmp_path):
     assert numbers() == {"old": 0, "b": 1, "c": 2}
     write_run(tmp_path / "a")
     (tmp_path / "a" / "starts.jsonl").write_text('{"started": 30.0}\n')
-    clock.now += LOOK_S
+    clock.now += SEARCH_S
     assert numbers() == {"old": 0, "b": 1, "c": 2, "a": 3}
 
 

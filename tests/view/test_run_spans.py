@@ -209,9 +209,9 @@ def test_a_window_of_no_length_is_drawn_and_one_without_a_number_is_refused(tmp_
 def test_a_run_reads_its_spans_again_when_they_change(tmp_path):
     run = WatchedRun(tmp_path, "run")
     assert run.spans().lanes == ()
-    before = run.look()
+    before = run.stamp()
     written(tmp_path / "trace.json", "trainer 0", [("learn", 0.0, 1.0, "")])
-    assert run.look() != before and len(run.spans().lanes) == 1
+    assert run.stamp() != before and len(run.spans().lanes) == 1
     assert run.spans() is run.spans()
 
 

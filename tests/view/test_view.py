@@ -16,7 +16,7 @@ from jaxrl_async.metrics.recorder import Recorder, encode
 from jaxrl_async.view.__main__ import made_server
 from jaxrl_async.view.page_server import FILES, ViewServer, is_loopback
 from jaxrl_async.view.report import MODULES
-from jaxrl_async.view.watched import SampleFilter, WatchedRun, chosen_by
+from jaxrl_async.view.watched import SampleFilter, WatchedRun, sort_values
 from jaxrl_async.view.watched_files import MetricColumn
 
 
@@ -61,22 +61,22 @@ def ask(server: ViewServer, path: str, **query: object):
 
 def test_a_run_is_followed_while_it_goes_on(tmp_path):
     run = WatchedRun(tmp_path, "run")
-    assert run.measured() == [] and run.look() == run.look()
+    assert run.measured() == [] and run.stamp() == run.stamp()
     recorder = recorded(tmp_path, 3)
-    before = run.look()
+    before = run.stamp()
     assert run.curves(["reward/mean"], 0, 99, 100) == {"reward/mean": ([0, 1, 2], [0, 0.1, 0.2])}
     recorder.log(2, {"eval/reward": 0.5})  # an evaluation adds to the last line
     recorder.log(3, {"reward/mean": 7.0})
-    assert run.look() != before
+    assert run.stamp() != before
     assert run.curves(["eval/reward"], 0, 99, 100) == {"eval/reward": ([2], [0.5])}
     assert run.curves(["reward/mean"], 2, 3, 100)["reward/mean"] == ([2, 3], [0.2, 7.0])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "reward/mean": ')  # half a line
         file.flush()
-        run.look()
+        run.stamp()
         assert run.curves(["reward/mean"], 4, 4, 9)["reward/mean"] == ([], [])
         file.write(b"8.0}\n")
-    run.look()
+    run.stamp()
     assert run.curves(["reward/mean"], 4, 4, 9)["reward/mean"] == ([4], [8.0])
     recorder.close()
 
@@ -84,9 +84,9 @@ def test_a_run_is_followed_while_it_goes_on(tmp_path):
 def test_what_a_resumed_run_takes_back_is_taken_off_the_page(tmp_path):
     recorded(tmp_path, 6).close()
     run = WatchedRun(tmp_path, "run")
-    run.look()
+    run.stamp()
     with recorded_again(tmp_path):
-        run.look()
+        run.stamp()
         assert run.curves(["reward/mean"], 0, 99, 100)["reward/mean"][0] == [0, 1, 2, 3]
         assert run.samples(SampleFilter(), 0, 99)[0] == 4
 
@@ -104,7 +104,7 @@ def test_a_long_curve_keeps_its_spikes_and_is_whole_close_up(tmp_path):
             value = 99.0 if step == 7_777 else -99.0 if step == 5 else 0.5
             file.write(json.dumps({"step": step, "reward/mean": value}) + "\n")
     run = WatchedRun(tmp_path, "run")
-    run.look()
+    run.stamp()
     steps, values = run.curves(["reward/mean"], 0, 10**9, 600)["reward/mean"]
     assert len(steps) <= 600 and steps == sorted(set(steps))
     assert values[steps.index(7_777)] == 99 and values[steps.index(5)] == -99
@@ -115,7 +115,7 @@ def test_a_long_curve_keeps_its_spikes_and_is_whole_close_up(tmp_path):
 def test_samples_are_found_by_text_step_reward_and_end(tmp_path):
     recorded(tmp_path, 12).close()
     run = WatchedRun(tmp_path, "run")
-    run.look()
+    run.stamp()
     found, page = run.samples(SampleFilter(), 0, 5)
     assert found == 12 and [s["step"] for _, s in page] == [11, 10, 9, 8, 7], "the newest first"
     assert [s["step"] for _, s in run.samples(SampleFilter(), 10, 5)[1]] == [1, 0]
@@ -158,13 +158,13 @@ def test_a_line_of_samples_is_chosen_by_what_its_json_says(prompt, completion, r
     raw = encode(record).encode()
     said = json.loads(raw)["reward"]
     number = said if isinstance(said, int | float) else 0.0
-    assert chosen_by(raw) == (7, number, "eos")
+    assert sort_values(raw) == (7, number, "eos")
 
 
 def test_samples_of_other_writers_are_read_too():
-    assert chosen_by(b'{"reward": 2, "step": 5}') == (5, 2.0, "")
-    assert chosen_by(b'{"step": 5, "reward": "nan", "stop": "eos"}') == (5, 0.0, "eos")
-    assert chosen_by(b"no JSON") == (0, 0.0, "")
+    assert sort_values(b'{"reward": 2, "step": 5}') == (5, 2.0, "")
+    assert sort_values(b'{"step": 5, "reward": "nan", "stop": "eos"}') == (5, 0.0, "eos")
+    assert sort_values(b"no JSON") == (0, 0.0, "")
 
 
 def test_texts_are_found_whatever_they_hold(tmp_path):
@@ -173,7 +173,7 @@ def test_texts_are_found_whatever_they_hold(tmp_path):
     recorder.samples(0, [{"prompt": text, "completion": "", "reward": 1.0} for text in texts])
     recorder.close()
     run = WatchedRun(tmp_path, "run")
-    run.look()
+    run.stamp()
     for text in texts:
         found, ((_, sample),) = run.samples(SampleFilter(text=text[1:].upper()), 0, 9)
         assert found == 1 and sample["prompt"] == text

@@ -1,7 +1,7 @@
 """What the fields of another library's configuration are called here, and their values.
 
     given fields + the library's own defaults ──Setting.value──> our settings
-                                              └─ NoCounterpart ─> fields that are left, with reasons
+                                              └─ NoCounterpart ─> fields without one, with reasons
 
 Needs no JAX, and none of these libraries.
 """
@@ -57,9 +57,9 @@ class Peer:
 
     def find(self, name: str) -> PeerField | None:
         """Return a field or an argument; None: the library has none of this name."""
-        found = self.arguments.get(name) or self.fields.get(name)
-        if found is not None:
-            return found
+        known = self.arguments.get(name) or self.fields.get(name)
+        if known is not None:
+            return known
         within = [s for s in self.sections if name == s or name.startswith(f"{s}.")]
         if not within:
             within = [s for s in self.sections if s.endswith("_") and name.startswith(s)]
@@ -67,7 +67,7 @@ class Peer:
         return None if longest is None else PeerField(default=KEEP, reason=self.sections[longest])
 
 
-def at(*paths: str) -> tuple[Setting, ...]:
+def same(*paths: str) -> tuple[Setting, ...]:
     """Return the settings that take a field's value unchanged."""
     return tuple(Setting(path) for path in paths)
 
@@ -78,59 +78,59 @@ def without(reason: str, **defaults: object) -> dict[str, PeerField]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
+class Conversion:
     """A library's configuration in our settings."""
 
     settings: dict[str, Any]  # by key path
-    left: dict[str, str]  # given fields without a counterpart, with the reasons
+    unconverted: dict[str, str]  # given fields without a counterpart, with the reasons
 
 
 def converted(
-    peer: Peer, given: Mapping[str, object], *, devices: int = 1, records: int | None = None
-) -> Converted:
+    peer: Peer, values: Mapping[str, object], *, devices: int = 1, records: int | None = None
+) -> Conversion:
     """Convert a configuration.
 
     Args:
         peer: the library.
-        given: fields that are set, by dotted name. Others have the library's defaults, whose
-            counterparts are settings, too.
+        values: of the fields that are set, by dotted name. Others have the library's defaults,
+            whose counterparts are settings, too.
         devices: number of devices that train there; a batch size may be for each.
         records: number of training records, for libraries that count epochs; None: unknown.
     """
     fields = {name: one.default for name, one in peer.fields.items()}
-    fields |= {name: numeric(value, fields.get(name)) for name, value in given.items()}
+    fields |= {name: numeric(value, fields.get(name)) for name, value in values.items()}
     fields |= {DEVICES: devices, RECORDS: records}
     settings: dict[str, Any] = {}
-    left: dict[str, str] = {}
+    unconverted: dict[str, str] = {}
     failed: set[str] = set()  # paths
-    for name, one in {**dict.fromkeys(given), **peer.fields}.items():
+    for name, one in {**dict.fromkeys(values), **peer.fields}.items():
         known = one or peer.find(name)
         if known is None:
-            left[name] = f"{peer.name} has no field of this name"
-        elif known.reason and name in given and not same_value(given[name], known.default):
-            left[name] = known.reason
+            unconverted[name] = f"{peer.name} has no field of this name"
+        elif known.reason and name in values and not same_value(values[name], known.default):
+            unconverted[name] = known.reason
         for setting in () if known is None else known.settings:
             if setting.path in settings or setting.path in failed:
                 continue
             try:
                 value = fields[name] if setting.value is None else setting.value(fields)
             except NoCounterpart as error:
-                left[name] = str(error)
+                unconverted[name] = str(error)
                 failed.add(setting.path)
                 continue
             except (TypeError, ValueError, LookupError, AttributeError) as error:
-                left[name] = (
+                unconverted[name] = (
                     f"{fields[name]!r:.80} is not a value that {setting.path} has ({error})"
                 )
                 failed.add(setting.path)
                 continue
             if value is not KEEP:
                 settings[setting.path] = value
-    return Converted(settings=settings, left=left)
+    return Conversion(settings=settings, unconverted=unconverted)
 
 
 def same_value(value: object, default: object) -> bool:
-    """Return whether a field has its default. Empty values are alike; objects that a library made
+    """Return whether a field has its default. Empty values are equal; objects that a library made
     for an empty field count as it."""
     value = plain(value)
     if default is KEEP:
@@ -187,28 +187,28 @@ def whole(number: float) -> int:
 
 def run_name(text: str) -> str:
     """Return a text as run.name: other characters than letters, digits, . _ - become -."""
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in text)
-    return kept.lstrip(".")[:128] or "run"
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in text)
+    return name.lstrip(".")[:128] or "run"
 
 
 def tracker(
-    kind: str, asked: str, name: str, key: str, shown: str | None = None
+    kind: str, listed: str, name: str, key: str, shown: str | None = None
 ) -> Callable[[Fields], Any]:
     """Return the conversion of a list of trackers to the section of one of them.
 
     Args:
         kind: the tracker.
-        asked: the field with the list of trackers.
+        listed: the field with the list of trackers.
         name: the field with the project's name.
         key: the section's setting of the project.
         shown: the field with the run's name for wandb; None: the name is not converted.
     """
 
     def section(fields: Fields) -> Any:
-        if kind not in trackers_in(fields[asked]):
+        if kind not in trackers_in(fields[listed]):
             return KEEP
-        found = {key: str(fields[name] or "jaxrl_async")}
-        return found | ({"name": str(fields[shown])} if shown and fields[shown] else {})
+        settings = {key: str(fields[name] or "jaxrl_async")}
+        return settings | ({"name": str(fields[shown])} if shown and fields[shown] else {})
 
     return section
 
@@ -219,11 +219,11 @@ def trackers_in(value: Any) -> list[str]:
     return [str(plain(n)) for n in names if str(plain(n)) not in ("none", "None")]
 
 
-def other_trackers(asked: str, known: tuple[str, ...]) -> Callable[[Fields], Any]:
+def other_trackers(listed: str, known: tuple[str, ...]) -> Callable[[Fields], Any]:
     """Return a check that raises NoCounterpart for trackers that are not known here."""
 
     def check(fields: Fields) -> Any:
-        others = [n for n in trackers_in(fields[asked]) if n not in known]
+        others = [n for n in trackers_in(fields[listed]) if n not in known]
         if others:
             raise NoCounterpart(
                 f"there is no tracker {', '.join(others)}; the section metrics has wandb, mlflow, "
@@ -236,22 +236,22 @@ def other_trackers(asked: str, known: tuple[str, ...]) -> Callable[[Fields], Any
 
 def chat_arguments(arguments: Mapping[str, object] | None) -> Any:
     """Return arguments of a chat template as data.chat_arguments. Raises NoCounterpart."""
-    given = dict(arguments or {})
-    if any(not isinstance(value, bool | int | float | str) for value in given.values()):
+    values = dict(arguments or {})
+    if any(not isinstance(value, bool | int | float | str) for value in values.values()):
         raise NoCounterpart("data.chat_arguments takes numbers, texts, true and false")
-    return given or KEEP
+    return values or KEEP
 
 
 def kl_estimator(name: str, *, where: str) -> str:
     """Return verl's and Tunix's name of a KL estimator as algorithm.kl. where: algorithm.kl_in.
     Raises NoCounterpart."""
     known = {"kl": "k1", "mse": "k2", "mse_kl": "k2", "low_var_kl": "k3", "full": "full"}
-    found = name if name in ("k1", "k2", "k3") else known.get(name)
-    if found is None:
+    estimator = name if name in ("k1", "k2", "k3") else known.get(name)
+    if estimator is None:
         raise NoCounterpart(f"there is no KL estimator {name!r}; see algorithm.kl")
-    if found == "k1" and where == "loss":
+    if estimator == "k1" and where == "loss":
         raise NoCounterpart(
             f"in a loss the estimator {name!r} has an expected gradient of 0, so it is not "
             "available here; set algorithm.kl=k2, k3 or unbiased"
         )
-    return found
+    return estimator

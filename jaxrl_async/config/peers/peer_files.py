@@ -9,7 +9,7 @@ import yaml
 
 from jaxrl_async.config.draft import parse_yaml, read_draft
 from jaxrl_async.config.load import flattened
-from jaxrl_async.config.peers.counterpart import Converted, Peer, flat_fields, is_plain, plain
+from jaxrl_async.config.peers.counterpart import Conversion, Peer, flat_fields, is_plain, plain
 from jaxrl_async.config.peers.peer_hints import PEERS
 from jaxrl_async.config.peers.trl_fields import TRL
 from jaxrl_async.config.peers.verl_fields import VERL
@@ -31,7 +31,7 @@ def fields_of_file(path: Path) -> tuple[Peer, dict[str, Any]]:
     tree = read_draft(path).tree
     flat = {name: value for name, value in flat_fields(tree) if not _refers(value)}
     counts = {peer.name: sum(peer.find(name) is not None for name in flat) for peer in (TRL, VERL)}
-    peer = max((TRL, VERL), key=lambda one: counts[one.name])
+    peer = max((TRL, VERL), key=lambda peer: counts[peer.name])
     if not counts[peer.name]:
         raise ConfigError(
             f"{path}: none of its settings is TRL's or verl's. Give a configuration of one of them."
@@ -45,30 +45,30 @@ def _refers(value: object) -> bool:
     return isinstance(value, str) and ("${" in value or value == MISSING)
 
 
-def fields_of_words(words: Sequence[str]) -> dict[str, Any]:
+def fields_of_args(args: Sequence[str]) -> dict[str, Any]:
     """Return fields of a command line: NAME=VALUE and +NAME=VALUE as verl's, --NAME VALUE and
     --NAME=VALUE as TRL's. Values are YAML. Raises ConfigError."""
     return {
         name: parse_yaml(raw, f"{name}={raw}") if raw.strip() else raw
-        for name, raw in _pairs(list(words))
+        for name, raw in _pairs(list(args))
         if not _refers(raw)
     }
 
 
-def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
-    while words:
-        word = words.pop(0)
-        name, equals, raw = word.lstrip("+").partition("=")
-        if word.startswith("--"):
+def _pairs(args: list[str]) -> Iterator[tuple[str, str]]:
+    while args:
+        arg = args.pop(0)
+        name, equals, raw = arg.lstrip("+").partition("=")
+        if arg.startswith("--"):
             name = name.removeprefix("--").replace("-", "_")
             if not equals:
                 values = []
-                while words and not re.match(r"--|\+?[\w.]+=", words[0]):
-                    values.append(words.pop(0))
+                while args and not re.match(r"--|\+?[\w.]+=", args[0]):
+                    values.append(args.pop(0))
                 raw = values[0] if len(values) == 1 else f"[{', '.join(values)}]"
                 raw = "true" if not values else raw
         elif not equals or not name:
-            raise ConfigError(f"{word!r} is not a setting. Write NAME=VALUE or --NAME VALUE.")
+            raise ConfigError(f"{arg!r} is not a setting. Write NAME=VALUE or --NAME VALUE.")
         yield name, raw
 
 
@@ -97,27 +97,27 @@ def _written(value: object) -> Any:
     return [_written(v) for v in value] if isinstance(value, list | tuple | set) else value
 
 
-def notes_of(peer: Peer, found: Converted) -> list[str]:
+def notes_of(peer: Peer, conversion: Conversion) -> list[str]:
     """Return what differs here although it has a counterpart: lines for a reader."""
     always = "staleness.max_staleness"
-    told = [path for path in peer.notes if path in found.settings or path == always]
+    paths = [path for path in peer.notes if path in conversion.settings or path == always]
     return [
         f"{path}: {peer.notes[path]}"
-        for path in told
-        if path != always or always not in found.settings
+        for path in paths
+        if path != always or always not in conversion.settings
     ]
 
 
-def written(peer: Peer, found: Converted, source: str) -> str:
+def written(peer: Peer, conversion: Conversion, source: str) -> str:
     """Return a converted configuration as a YAML file, with comments about what differs."""
-    tree = nested(found.settings)
+    tree = nested(conversion.settings)
     order = [name for name in Config.model_fields if name in tree]
     body = yaml.safe_dump(
         {name: tree[name] for name in order}, sort_keys=False, allow_unicode=True, width=100
     )
     lines = [f"# {source}, converted from {peer.name} by jaxrl-async convert"]
-    lines += [f"# {note}" for note in notes_of(peer, found)]
-    if found.left:
+    lines += [f"# {note}" for note in notes_of(peer, conversion)]
+    if conversion.unconverted:
         lines += ["#", "# Without a counterpart:"]
-        lines += [f"#   {name}: {reason}" for name, reason in found.left.items()]
+        lines += [f"#   {name}: {reason}" for name, reason in conversion.unconverted.items()]
     return "\n".join(lines) + "\n\n" + (body if tree else "{}\n")

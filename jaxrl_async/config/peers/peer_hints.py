@@ -19,7 +19,7 @@ from jaxrl_async.config.schema import Config
 from jaxrl_async.config.setting_fields import value_text
 
 PEERS = (TRL, TUNIX, VERL)
-NOT_GIVEN = object()
+NO_VALUE = object()
 """In place of a value that is unknown."""
 SHOWN_CHARS = 200
 """Longer values are not shown."""
@@ -35,8 +35,8 @@ def setting_text(path: str, value: object) -> str:
 
 def peer_hint(
     dotted: str,
-    value: object = NOT_GIVEN,
-    given: Mapping[str, object] | None = None,
+    value: object = NO_VALUE,
+    settings: Mapping[str, object] | None = None,
     written: Callable[[str, Any], str] = setting_text,
     *,
     whole_name: bool = False,
@@ -46,7 +46,7 @@ def peer_hint(
     Args:
         dotted: the setting, as it was written.
         value: its value there, which is converted.
-        given: all settings that were written, by section and name; those of the same library
+        settings: all settings that were written, by section and name; those of the same library
             count in conversions that depend on several.
         written: writes a setting here, by key path, and its value.
         whole_name: find only a library's settings of this whole name, sections included.
@@ -54,11 +54,11 @@ def peer_hint(
     None: none of the libraries has it.
     """
     named = [(peer, name) for peer in PEERS if (name := _name_in(peer, dotted, whole_name))]
-    told: dict[tuple[str, str], list[str]] = {}
+    names: dict[tuple[str, str], list[str]] = {}
     for peer, name in named:
-        text = _told(peer, name, value, dict(flat_fields(given or {})), written)
-        told.setdefault((name, text), []).append(f"{peer.name}'s")
-    return "; ".join(f"{_joined(of)} {name} {text}" for (name, text), of in told.items()) or None
+        text = _hint_text(peer, name, value, dict(flat_fields(settings or {})), written)
+        names.setdefault((name, text), []).append(f"{peer.name}'s")
+    return "; ".join(f"{_joined(of)} {name} {text}" for (name, text), of in names.items()) or None
 
 
 USUAL: Mapping[str, tuple[str, ...]] = {
@@ -82,7 +82,7 @@ UNITS: Mapping[str, str] = {
 
 def usual_hint(
     dotted: str,
-    value: object = NOT_GIVEN,
+    value: object = NO_VALUE,
     written: Callable[[str, Any], str] = setting_text,
 ) -> str | None:
     """Return what a usual name is called here; None: it is not one of USUAL, or of an evaluation,
@@ -91,12 +91,12 @@ def usual_hint(
     if paths is None or dotted.partition(".")[0] in ("eval", "evals"):
         return None
 
-    def told(path: str) -> str:
+    def setting_hint(path: str) -> str:
         if path in UNITS:
             return f"{written(path, 0).partition('=')[0]} ({UNITS[path]})"
-        return path if value is NOT_GIVEN else written(path, value)
+        return path if value is NO_VALUE else written(path, value)
 
-    return f"it is {_joined([told(path) for path in paths])} here"
+    return f"it is {_joined([setting_hint(path) for path in paths])} here"
 
 
 def _name_in(peer: Peer, dotted: str, whole_name: bool) -> str | None:
@@ -112,26 +112,26 @@ def _name_in(peer: Peer, dotted: str, whole_name: bool) -> str | None:
     return below[0] if len(below) == 1 and "." not in dotted else None
 
 
-def _told(
+def _hint_text(
     peer: Peer,
     name: str,
     value: object,
-    given: Mapping[str, object],
+    settings: Mapping[str, object],
     written: Callable[[str, Any], str],
 ) -> str:
-    one = peer.find(name)
-    if one is None or (isinstance(value, Mapping) and not one.settings):
+    known = peer.find(name)
+    if known is None or (isinstance(value, Mapping) and not known.settings):
         return "is a section there: jaxrl-async convert FILE converts a whole file"
-    if one.reason:
-        return f"has no counterpart: {one.reason}"
-    known = value is not NOT_GIVEN
+    if known.reason:
+        return f"has no counterpart: {known.reason}"
+    has_value = value is not NO_VALUE
     fields = {n: f.default for n, f in {**peer.fields, **peer.arguments}.items()}
-    fields |= {n: True for setting in one.settings for n in setting.switches}
-    fields |= {n: v for n, v in given.items() if n in peer.fields}
-    fields |= {DEVICES: 1, RECORDS: None} | ({name: value} if known else {})
-    single = [setting for setting in one.settings if not setting.joint]
+    fields |= {n: True for setting in known.settings for n in setting.switches}
+    fields |= {n: v for n, v in settings.items() if n in peer.fields}
+    fields |= {DEVICES: 1, RECORDS: None} | ({name: value} if has_value else {})
+    single = [setting for setting in known.settings if not setting.joint]
     parts = []
-    for setting in single or one.settings:
+    for setting in single or known.settings:
         if setting.path.endswith("="):
             parts.append(setting.path)
             continue
@@ -140,12 +140,12 @@ def _told(
         except NoCounterpart as error:
             return f"has no counterpart: {error}"
         except (TypeError, ValueError, KeyError, AttributeError):  # a value of another kind
-            known, own = False, None
+            has_value, own = False, None
         if own is not KEEP:
-            parts.append(written(setting.path, own) if known else setting.path)
+            parts.append(written(setting.path, own) if has_value else setting.path)
     if not parts:
         return "needs no counterpart: leave it out"
-    others = "" if single or not known else f", with what else is given of {peer.name}'s"
+    others = "" if single or not has_value else f", with what else is given of {peer.name}'s"
     return f"is {' and '.join(parts)} here{others}"
 
 

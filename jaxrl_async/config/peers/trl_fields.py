@@ -21,11 +21,11 @@ from jaxrl_async.config.peers.counterpart import (
     Peer,
     PeerField,
     Setting,
-    at,
     chat_arguments,
     other_trackers,
     plain,
     run_name,
+    same,
     tracker,
     whole,
     without,
@@ -202,14 +202,14 @@ def _bounds(f: Fields) -> Any:
     return {"mask": {"cap": high, **({} if low is None else {"low": low}), **of_level}}
 
 
-def _reference(f: Fields, wanted: str) -> Any:
+def _reference(f: Fields, setting: str) -> Any:
     if not f["sync_ref_model"]:
         return KEEP
     alpha, steps = f["ref_model_mixup_alpha"], f["ref_model_sync_steps"]
     every = max(round(steps / _updates(f)), 1)
     if alpha == 1 or every == 1:
         own = every if alpha == 1 else 1 - alpha
-        return own if wanted == ("refresh_every" if alpha == 1 else "ema") else KEEP
+        return own if setting == ("refresh_every" if alpha == 1 else "ema") else KEEP
     raise NoCounterpart(
         "a reference that is mixed with the policy every few steps: set reference.ema (a share of "
         "it each update) or reference.refresh_every (a copy)"
@@ -371,8 +371,8 @@ def _field(default: object, *settings: Setting) -> PeerField:
 
 
 _ALGORITHM = {
-    "num_generations": _field(8, *at("algorithm.group_size"), GROUPS),
-    "num_iterations": _field(1, *at("algorithm.epochs")),
+    "num_generations": _field(8, *same("algorithm.group_size"), GROUPS),
+    "num_iterations": _field(1, *same("algorithm.epochs")),
     "per_device_train_batch_size": _field(8, GROUPS),
     "gradient_accumulation_steps": _field(1, GROUPS, MINIBATCHES),
     "steps_per_generation": _field(None, GROUPS, MINIBATCHES),
@@ -392,12 +392,12 @@ _ALGORITHM = {
     "vespo_lambda_neg": _field(2.0, LOSS),
     "scale_rewards": _field("group", ADVANTAGE),
     "multi_objective_aggregation": _field("sum_then_normalize", ADVANTAGE),
-    "beta": _field(0.0, *at("algorithm.kl_coefficient"), KL),
+    "beta": _field(0.0, *same("algorithm.kl_coefficient"), KL),
     "use_bias_correction_kl": _field(True, KL),
     "sync_ref_model": _field(False, REFRESH, EMA),
     "ref_model_mixup_alpha": _field(0.6, REFRESH, EMA),
     "ref_model_sync_steps": _field(512, REFRESH, EMA),
-    "entropy_coef": _field(0.0, *at("algorithm.entropy_coefficient")),
+    "entropy_coef": _field(0.0, *same("algorithm.entropy_coefficient")),
     "use_adaptive_entropy": _field(False, *ADAPTIVE),
     "entropy_target": _field(0.2, *ADAPTIVE),
     "entropy_coef_delta": _field(0.005, *ADAPTIVE),
@@ -422,7 +422,7 @@ _ALGORITHM = {
 _SAMPLING = {
     "max_completion_length": _field(
         512,
-        *at("sampler.max_new_tokens"),
+        *same("sampler.max_new_tokens"),
         Setting(
             "sampler.max_length",
             lambda f: (
@@ -438,8 +438,8 @@ _SAMPLING = {
     "vllm_max_model_length": _field(
         None, Setting("sampler.max_length", lambda f: f["vllm_max_model_length"] or KEEP)
     ),
-    "temperature": _field(1.0, *at("sampler.temperature")),
-    "top_p": _field(1.0, *at("sampler.top_p")),
+    "temperature": _field(1.0, *same("sampler.temperature")),
+    "top_p": _field(1.0, *same("sampler.top_p")),
     "top_k": _field(0, Setting("sampler.top_k", lambda f: max(f["top_k"] or 0, 0))),
     "min_p": _field(None, Setting("sampler.min_p", lambda f: f["min_p"] or 0.0)),
     "chat_template_kwargs": _field(
@@ -456,25 +456,25 @@ _SAMPLING = {
             ),
         ),
     ),
-    "vllm_tensor_parallel_size": _field(1, *at("mesh.sampler.tensor")),
+    "vllm_tensor_parallel_size": _field(1, *same("mesh.sampler.tensor")),
 }
 _TRAINING = {
     "model_init_kwargs": _field(None, Setting("model.param_dtype", _weights_of_the_model)),
-    "learning_rate": _field(1e-6, *at("algorithm.learning_rate")),
+    "learning_rate": _field(1e-6, *same("algorithm.learning_rate")),
     "lr_scheduler_type": _field("linear", Setting("trainer.schedule", _schedule)),
     "warmup_steps": _field(0, Setting("trainer.warmup_steps", _warmup)),
     "warmup_ratio": _field(0.0, Setting("trainer.warmup_steps", _warmup)),  # formerly
     "optim": _field("adamw_torch_fused", Setting("trainer", _optimizer)),
-    "weight_decay": _field(0.0, *at("trainer.weight_decay")),
-    "adam_beta1": _field(0.9, *at("trainer.beta1")),
-    "adam_beta2": _field(0.999, *at("trainer.beta2")),
-    "adam_epsilon": _field(1e-8, *at("trainer.epsilon")),
+    "weight_decay": _field(0.0, *same("trainer.weight_decay")),
+    "adam_beta1": _field(0.9, *same("trainer.beta1")),
+    "adam_beta2": _field(0.999, *same("trainer.beta2")),
+    "adam_epsilon": _field(1e-8, *same("trainer.epsilon")),
     "max_grad_norm": _field(
         1.0, Setting("trainer.max_grad_norm", lambda f: f["max_grad_norm"] or 1e30)
     ),
     "bf16": _field(None, Setting("model.dtype", _half)),
     "fp16": _field(False, Setting("model.dtype", _half)),
-    "seed": _field(42, *at("run.seed")),
+    "seed": _field(42, *same("run.seed")),
     "output_dir": _field(None, Setting("run.dir", _folder), Setting("run.name", _name)),
     "report_to": _field("none", *TRACKERS),
     "project": _field("huggingface", *TRACKERS[:3]),
@@ -490,7 +490,7 @@ _TRAINING = {
         None, Setting("run.resume", lambda f: True if f["resume_from_checkpoint"] else KEEP)
     ),
 }
-_LEFT = {
+_UNCONVERTED = {
     **without("nothing is drawn out of a model but an adapter's inputs (model.lora.dropout)",
               disable_dropout=False),
     **without("log-probs are computed in float32 in any case", cast_lm_head_to_fp32=False),
@@ -565,14 +565,14 @@ _LEFT = {
     **without("run.job says what a run does", do_train=False, do_eval=False, do_predict=False),
 }  # fmt: skip
 _ARGUMENTS = {
-    "reward_funcs": _field(None, *at("reward=")),
-    "model": _field(None, *at("model=")),
-    "tools": _field(None, *at("tools=")),
-    "train_dataset": _field(None, *at("data=")),
-    "eval_dataset": _field(None, *at("eval_data=")),
+    "reward_funcs": _field(None, *same("reward=")),
+    "model": _field(None, *same("model=")),
+    "tools": _field(None, *same("tools=")),
+    "train_dataset": _field(None, *same("data=")),
+    "eval_dataset": _field(None, *same("eval_data=")),
     "peft_config": _field(None, Setting("model.lora", lambda f: lora_of(f["peft_config"]))),
-    "callbacks": _field(None, *at("callbacks=")),
-    "environment_factory": _field(None, *at("task=")),
+    "callbacks": _field(None, *same("callbacks=")),
+    "environment_factory": _field(None, *same("task=")),
     **without("give the settings themselves, or **jaxrl_async.from_trl(args, ...)", args=None),
     **without("data.tokenizer names another tokenizer than the model's", processing_class=None),
     **without("reward.model is the folder of a reward model", reward_processing_classes=None),
@@ -611,7 +611,7 @@ _SCRIPT = {  # of `trl grpo`: its ScriptArguments and ModelConfig
 }  # fmt: skip
 TRL = Peer(
     name="TRL",
-    fields={**_ALGORITHM, **_SAMPLING, **_TRAINING, **_LEFT, **_SCRIPT},
+    fields={**_ALGORITHM, **_SAMPLING, **_TRAINING, **_UNCONVERTED, **_SCRIPT},
     arguments=_ARGUMENTS,
     notes={
         "sampler.max_length": "TRL does not bound prompts: without max_prompt_length "

@@ -13,8 +13,8 @@ from jaxrl_async.config.peers.counterpart import (
     Peer,
     PeerField,
     Setting,
-    at,
     kl_estimator,
+    same,
     whole,
     without,
 )
@@ -71,8 +71,8 @@ def _field(default: object, *settings: Setting) -> PeerField:
 
 
 _FIELDS = {
-    "num_generations": _field(2, *at("algorithm.group_size")),
-    "num_iterations": _field(1, *at("algorithm.epochs")),
+    "num_generations": _field(2, *same("algorithm.group_size")),
+    "num_iterations": _field(1, *same("algorithm.epochs")),
     "beta": _field(
         0.04,
         Setting("algorithm.kl_coefficient", lambda f: f["beta"] or 0.0),
@@ -91,9 +91,9 @@ _FIELDS = {
         False, Setting("algorithm.dynamic_sampling", lambda f: bool(f["dynamic_sampling"]))
     ),
     "overlong_buffer": _field(None, Setting("algorithm.shaping", _shaping)),
-    "max_tokens_to_generate": _field(64, *at("sampler.max_new_tokens"), LENGTH),
-    "max_prompt_length": _field(64, *at("data.max_prompt_tokens"), LENGTH),
-    "temperature": _field(0.9, *at("sampler.temperature")),
+    "max_tokens_to_generate": _field(64, *same("sampler.max_new_tokens"), LENGTH),
+    "max_prompt_length": _field(64, *same("data.max_prompt_tokens"), LENGTH),
+    "temperature": _field(0.9, *same("sampler.temperature")),
     "top_p": _field(
         1.0, Setting("sampler.top_p", lambda f: 1.0 if f["top_p"] is None else f["top_p"])
     ),
@@ -154,7 +154,7 @@ TUNIX = Peer(
         "rollout_sglang_jax_": "the sampler of this package samples; see the section sampler",
     },
     arguments={
-        "reward_fns": _field(None, *at("reward=")),
+        "reward_fns": _field(None, *same("reward=")),
         **without("metrics are parts of a reward, or log_metric in a reward function",
                   metric_fns=None),
         **without("run.seed seeds the order of the records", data_shuffle_seed=None),

@@ -11,11 +11,11 @@ from jaxrl_async.config.peers.counterpart import (
     Peer,
     PeerField,
     Setting,
-    at,
     chat_arguments,
     kl_estimator,
     other_trackers,
     run_name,
+    same,
     tracker,
     whole,
     without,
@@ -254,9 +254,9 @@ def _below(prefix: str, fields: Mapping[str, PeerField]) -> dict[str, PeerField]
 
 
 _FIELDS = {
-    "data.train_batch_size": _field(1024, *at("algorithm.groups_per_step"), MINIBATCHES),
-    "data.max_prompt_length": _field(512, *at("data.max_prompt_tokens"), LENGTH),
-    "data.max_response_length": _field(512, *at("sampler.max_new_tokens"), LENGTH),
+    "data.train_batch_size": _field(1024, *same("algorithm.groups_per_step"), MINIBATCHES),
+    "data.max_prompt_length": _field(512, *same("data.max_prompt_tokens"), LENGTH),
+    "data.max_response_length": _field(512, *same("sampler.max_new_tokens"), LENGTH),
     "data.train_files": _field(
         None,
         Setting("data.jsonl.path", _file("data.train_files")),
@@ -280,11 +280,11 @@ _FIELDS = {
         ),
     ),
     **_below(ROLLOUT, {
-        "n": _field(1, *at("algorithm.group_size")),
-        "temperature": _field(1.0, *at("sampler.temperature")),
+        "n": _field(1, *same("algorithm.group_size")),
+        "temperature": _field(1.0, *same("sampler.temperature")),
         "top_p": _field(1.0, Setting("sampler.top_p", lambda f: float(f[f"{ROLLOUT}.top_p"]))),
         "top_k": _field(-1, Setting("sampler.top_k", lambda f: max(f[f"{ROLLOUT}.top_k"], 0))),
-        "val_kwargs.temperature": _field(0.0, *at("eval.temperature")),
+        "val_kwargs.temperature": _field(0.0, *same("eval.temperature")),
         "multi_turn.max_assistant_turns": _field(
             None, Setting("env.max_turns", lambda f: f[f"{TURNS}.max_assistant_turns"] or KEEP)),
         "max_model_len": _field(
@@ -302,7 +302,7 @@ _FIELDS = {
     }),
     **_below(ACTOR, {
         "ppo_mini_batch_size": _field(256, MINIBATCHES),
-        "ppo_epochs": _field(1, *at("algorithm.epochs")),
+        "ppo_epochs": _field(1, *same("algorithm.epochs")),
         "clip_ratio": _field(0.2, LOSS),
         "clip_ratio_low": _field(0.2, LOSS),
         "clip_ratio_high": _field(0.2, LOSS),
@@ -312,15 +312,15 @@ _FIELDS = {
         "policy_loss.loss_mode": _field("vanilla", LOSS),
         "loss_agg_mode": _field("token-mean", AGGREGATE),
         "loss_scale_factor": _field(None, AGGREGATE),
-        "entropy_coeff": _field(0, *at("algorithm.entropy_coefficient")),
+        "entropy_coeff": _field(0, *same("algorithm.entropy_coefficient")),
         "use_kl_loss": _field(False, *KL),
         "kl_loss_coef": _field(0.001, *KL),
         "kl_loss_type": _field("low_var_kl", *KL),
-        "grad_clip": _field(1.0, *at("trainer.max_grad_norm")),
-        "optim.lr": _field(1e-6, *at("algorithm.learning_rate")),
+        "grad_clip": _field(1.0, *same("trainer.max_grad_norm")),
+        "optim.lr": _field(1e-6, *same("algorithm.learning_rate")),
         "optim.lr_warmup_steps": _field(-1, WARMUP),
         "optim.lr_warmup_steps_ratio": _field(0.0, WARMUP),
-        "optim.weight_decay": _field(0.01, *at("trainer.weight_decay")),
+        "optim.weight_decay": _field(0.01, *same("trainer.weight_decay")),
         "optim.betas": _field(
             [0.9, 0.999],
             Setting("trainer.beta1", lambda f: f[f"{OPTIM}.betas"][0]),
@@ -451,7 +451,7 @@ _LEAVES = {
         default=False, reason="the weights of a correction are not normalised"
     ),
 }  # fmt: skip
-_LEFT = {
+_UNCONVERTED = {
     "actor_rollout_ref": "it has no counterpart here",
     f"{ACTOR}": _PACKED,
     f"{ACTOR}.fsdp_config": _MESH,
@@ -511,7 +511,7 @@ _LEFT = {
 VERL = Peer(
     name="verl",
     fields={**_FIELDS, **_LEAVES},
-    sections=_LEFT,
+    sections=_UNCONVERTED,
     notes={
         "data.jsonl.messages_field": "answers are read from the column data.jsonl.answer_field; "
         "verl's are in reward_model.ground_truth: write a column of them",

@@ -31,19 +31,19 @@ os.environ |= COMPILER_ENV
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import ConfigError
 from jaxrl_async.plan.chips import parse_chips, parse_slice
-from jaxrl_async.plan.places import make_places
+from jaxrl_async.plan.chip_placement import place_on_chips
 
 def answer(case):
     config = Config.model_validate({"mesh": case["mesh"]})
     samplers = parse_chips(case["samplers"]) if case.get("samplers") else None
     try:
-        places = make_places(config, parse_slice(case["topology"]), samplers)
+        placement = place_on_chips(config, parse_slice(case["topology"]), samplers)
     except ConfigError as error:
         return str(error)
-    meshes = (places.slices.trainer, places.slices.sampler)
+    meshes = (placement.slices.trainer, placement.slices.sampler)
     return {
-        "trainer": places.trainer.topology, "sampler": places.sampler.topology,
-        "chips": [places.trainer.num_chips, places.sampler.num_chips, places.num_samplers],
+        "trainer": placement.trainer.topology, "sampler": placement.sampler.topology,
+        "chips": [placement.trainer.num_chips, placement.sampler.num_chips, placement.num_samplers],
         "ids": [sorted(d.id for d in mesh.devices.flat) for mesh in meshes],
         "hosts": [len({d.process_index for d in mesh.devices.flat}) for mesh in meshes],
     }
@@ -74,7 +74,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def places():
+def placements():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         input=json.dumps(list(CASES.values())),
@@ -89,28 +89,28 @@ def places():
 
 @pytest.mark.full
 @compiler
-def test_slices_of_their_own_may_have_several_hosts_and_another_generation(places):
-    found = places["apart"]
+def test_slices_of_their_own_may_have_several_hosts_and_another_generation(placements):
+    found = placements["apart"]
     assert (found["trainer"], found["sampler"]) == ("v5e:4x4", "v6e:2x4")
     assert found["hosts"] == [4, 1] and found["chips"] == [16, 8, 2]
 
 
 @pytest.mark.full
 @compiler
-def test_processes_and_threads_divide_one_host(places):
-    host = places["host"]
+def test_processes_and_threads_divide_one_host(placements):
+    host = placements["host"]
     assert host["ids"] == [[0, 1, 2, 3], [4, 5]] and host["chips"] == [4, 2, 2]
     assert host["trainer"] == "v6e:2x4[0,1,2,3]", "a part's programs have keys of their own"
-    threads = places["threads"]
+    threads = placements["threads"]
     assert threads["ids"] == [[0, 1, 2, 3], [4]] and threads["chips"] == [4, 1, 3]
 
 
 @pytest.mark.full
 @compiler
-def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(places):
-    hosts = places["hosts"]
+def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(placements):
+    hosts = placements["hosts"]
     assert hosts["hosts"] == [4, 1] and hosts["chips"] == [8, 2, 4]
-    refused = places["refused"]
+    refused = placements["refused"]
     assert "the compiler rejects a sum over the 8 TPU v5 lite devices of mesh.trainer" in refused
     assert "mesh.samplers_in=external" in refused and "--topology" in refused
 
@@ -125,10 +125,10 @@ def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(pla
         ("both", "--sampler-topology is for samplers on separate slices"),
     ],
 )
-def test_what_no_host_or_slice_is_is_refused(places, case, said):
+def test_what_no_host_or_slice_is_is_refused(placements, case, said):
     import re
 
-    assert isinstance(places[case], str) and re.search(said, places[case])
+    assert isinstance(placements[case], str) and re.search(said, placements[case])
 
 
 # ---- what is written out
@@ -239,11 +239,11 @@ from jaxrl_async.plan.chips import parse_slice, parse_chips
 from jaxrl_async.plan.cost import cost_of
 from jaxrl_async.plan.hlo import parse
 from jaxrl_async.plan.pace import pace_of
-from jaxrl_async.plan.places import make_places
+from jaxrl_async.plan.chip_placement import place_on_chips
 
 config = Config.model_validate({"mesh": {
     "samplers_in": "external", "trainer": {"data": 2, "fsdp": 4}, "sampler": {"tensor": 4}}})
-mesh = make_places(config, replace(parse_slice("v5e-4"), count=2), parse_chips("v5e-4"))
+mesh = place_on_chips(config, replace(parse_slice("v5e-4"), count=2), parse_chips("v5e-4"))
 mesh = mesh.slices.trainer
 
 def gradient(w, x):
@@ -294,7 +294,7 @@ from jaxrl_async.plan.chips import parse_chips, parse_slice
 from jaxrl_async.plan.cost import BETWEEN_SLICES, cost_of
 from jaxrl_async.plan.hlo import parse
 from jaxrl_async.plan.pace import pace_of
-from jaxrl_async.plan.places import make_places
+from jaxrl_async.plan.chip_placement import place_on_chips
 from jaxrl_async.trainer import update
 
 axes, shape, apart = json.loads(sys.argv[1])
@@ -308,16 +308,16 @@ config = Config.model_validate({
     "trainer": {"row_length": 256, "micro_batch_tokens": 2048},
     "sampler": {"max_length": 256, "max_new_tokens": 192, "slots": 8}})
 config = config.on_devices("tpu")
-places = make_places(config, replace(parse_slice("v5e-4"), count=2), parse_chips("v5e-4"))
+placement = place_on_chips(config, replace(parse_slice("v5e-4"), count=2), parse_chips("v5e-4"))
 spec = programs.spec_of(config)
-cast = programs._pushed(config, spec, places)["cast"]
-weights = jax.tree.leaves(programs.trained(config, spec, places.slices.trainer))
+cast = programs._pushed(config, spec, placement)["cast"]
+weights = jax.tree.leaves(programs.trained(config, spec, placement.slices.trainer))
 shards = [math.prod(w.sharding.shard_shape(w.shape)) for w in weights]
 sent = {"shards": 4 * sum(shards)}
-for one in programs.trainer_programs(config, spec, places, cast):
+for one in programs.trainer_programs(config, spec, placement, cast):
     if one.name in ("gradient", "update"):
         text = one.program.compile().as_text()
-        cost = cost_of(parse(text), one.mesh, pace_of(places.trainer.chip),
+        cost = cost_of(parse(text), one.mesh, pace_of(placement.trainer.chip),
                        open_turns=one.open_turns)
         sent[one.name] = sum(c.num_bytes for c in cost.collectives if c.axes == BETWEEN_SLICES)
 print(json.dumps(sent))

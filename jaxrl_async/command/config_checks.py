@@ -10,8 +10,8 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from jaxrl_async.algorithms.registry import is_absent
-from jaxrl_async.command.finding import Finding, gib
-from jaxrl_async.command.machine import Devices, disk_finding
+from jaxrl_async.command.diagnostic import Diagnostic, gib
+from jaxrl_async.command.machine import Devices, check_disk
 from jaxrl_async.config.schema import Choice, Config, each_of, name_of
 from jaxrl_async.data.addresses import is_address
 from jaxrl_async.data.gguf_file import is_gguf
@@ -42,19 +42,19 @@ class Extra:
 def _task(library: str) -> Callable[[Config], str | None]:
     def used(config: Config) -> str | None:
         tasks = {f"tasks.{n}.task" if n else "task": c.task for n, c in config.by_task.items()}
-        tasks |= {f"evals.{name}.task": one.task for name, one in config.named_evals.items()}
+        tasks |= {f"evals.{n}.task": section.task for n, section in config.named_evals.items()}
         named = ((setting, name_of(task)) for setting, task in tasks.items() if task is not None)
-        found = (f"{where}={name}" for where, name in named if name.partition(":")[0] == library)
-        return next(found, None)
+        uses = (f"{where}={name}" for where, name in named if name.partition(":")[0] == library)
+        return next(uses, None)
 
     return used
 
 
 def _records(config: Config) -> str | None:
     paths = [config.warm_start.path]
-    for files in (one.data.record_fields for one in config.by_task.values()):
+    for files in (own.data.record_fields for own in config.by_task.values()):
         paths += [files.path, files.eval_path]
-    paths += [one.data for one in config.named_evals.values()]
+    paths += [section.data for section in config.named_evals.values()]
     tables = [p for p in paths if p and (p.endswith(".parquet") or os.path.isdir(p))]
     return f"records in {tables[0]}" if tables else None
 
@@ -95,7 +95,7 @@ def cache_of(config: Config | None) -> Path:
     return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or runs / CACHE_FOLDER)
 
 
-def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]:
+def check_config(config: Config, devices: Devices | None) -> Iterator[Diagnostic]:
     """Check everything that a configuration needs.
 
     devices: JAX's devices; None: not known.
@@ -107,62 +107,62 @@ def needs_findings(config: Config, devices: Devices | None) -> Iterator[Finding]
     yield from _extras(config)
     try:
         check_names(config)
-        yield Finding("ok", "names of functions and tasks")
+        yield Diagnostic("ok", "names of functions and tasks")
     except (JaxrlError, OSError) as error:
-        yield Finding("error", f"names of functions and tasks: {error}")
-    yield from _own_files(config)
-    if absent := [found for found in map(_not_cached, hub_names(config)) if found is not None]:
+        yield Diagnostic("error", f"names of functions and tasks: {error}")
+    yield from _user_files(config)
+    if absent := [d for d in map(_not_cached, hub_names(config)) if d is not None]:
         yield from absent
         return
     try:
         config = with_hub_folders(config)
         check_paths(config)
-        yield Finding("ok", "files and folders")
+        yield Diagnostic("ok", "files and folders")
     except (JaxrlError, OSError) as error:
-        yield Finding("error", f"files and folders: {error}")
+        yield Diagnostic("error", f"files and folders: {error}")
         return
     try:
         tasks = tasks_of(config)
         yield from _library_tasks(config, tasks)
     except (JaxrlError, OSError) as error:
-        yield Finding("error", f"task: {error}")
+        yield Diagnostic("error", f"task: {error}")
         return
     try:
         data, task = tokenizer_source(config, tasks)
         tokenizer = make_tokenizer(data, config.model, task)
-        yield Finding("ok", f"tokenizer: {tokenizer.vocab_size:,} tokens")
+        yield Diagnostic("ok", f"tokenizer: {tokenizer.vocab_size:,} tokens")
         spec = spec_of_run(config.model, tokenizer, config.longest_example)
-        yield Finding("ok", f"model: {spec.family}, {num_weights(spec):,} weights")
+        yield Diagnostic("ok", f"model: {spec.family}, {num_weights(spec):,} weights")
     except (JaxrlError, OSError) as error:
-        yield Finding("error", f"tokenizer or model: {error}")
+        yield Diagnostic("error", f"tokenizer or model: {error}")
         return
     yield from _devices(config, devices)
     yield from _memory(config, spec, devices)
     yield _checkpoints(config, spec)
 
 
-def _extras(config: Config) -> Iterator[Finding]:
+def _extras(config: Config) -> Iterator[Diagnostic]:
     for extra in EXTRAS:
         setting = extra.used_by(config)
         if setting is None:
             continue
         if find_spec(extra.module) is None:
-            yield Finding(
+            yield Diagnostic(
                 "error",
                 f"{setting} needs {extra.module}",
                 f"pip install 'jaxrl_async[{extra.name}]'",
             )
         else:
-            yield Finding("ok", f"extra [{extra.name}] for {setting}")
+            yield Diagnostic("ok", f"extra [{extra.name}] for {setting}")
 
 
-def _not_cached(named: tuple[str, str, str]) -> Finding | None:
+def _not_cached(named: tuple[str, str, str]) -> Diagnostic | None:
     """Report what the run would download; nothing is downloaded here."""
     setting, value, kind = named
     name, option = value.split(":")[0], " --repo-type dataset" if kind == "dataset" else ""
     if cached_folder(name, kind) is not None:
         return None
-    return Finding(
+    return Diagnostic(
         "warning",
         f"{setting}={value} is a name on the Hugging Face hub that is not in the cache: the run "
         "downloads it when it starts, and its needs are not known before",
@@ -170,29 +170,29 @@ def _not_cached(named: tuple[str, str, str]) -> Finding | None:
     )
 
 
-def _own_files(config: Config) -> Iterator[Finding]:
+def _user_files(config: Config) -> Iterator[Diagnostic]:
     """Check the files of user functions: check_names tolerates a missing file on other machines."""
     choices: list[tuple[str, Choice]] = []
     tasks: list[tuple[str, Choice]] = []
     for name, own in config.by_task.items():
-        at = f"tasks.{name}." if name else ""
+        prefix = f"tasks.{name}." if name else ""
         functions = each_of(own.reward.function)
-        choices += [(f"{at}reward.function", choice) for choice in functions]
-        tasks += [] if own.task is None else [(f"{at}task", own.task)]
+        choices += [(f"{prefix}reward.function", choice) for choice in functions]
+        tasks += [] if own.task is None else [(f"{prefix}task", own.task)]
     choices += [] if config.mixing is None else [("mixing", config.mixing)]
     choices += [("buffer.select", config.buffer.select)]
     choices += [("trainer.optimizer", config.trainer.optimizer)]
     choices += [("run.callbacks", choice) for choice in config.run.callbacks]
-    for name, one in config.named_evals.items():
-        tasks += [] if one.task is None else [(f"evals.{name}.task", one.task)]
-        rewards = () if one.reward is None else each_of(one.reward)
+    for name, section in config.named_evals.items():
+        tasks += [] if section.task is None else [(f"evals.{name}.task", section.task)]
+        rewards = () if section.reward is None else each_of(section.reward)
         choices += [(f"evals.{name}.reward", choice) for choice in rewards]
     choices += [(setting, choice) for setting, choice in tasks if not is_of_library(choice)]
     absent = [(setting, name_of(choice)) for setting, choice in choices if is_absent(choice)]
     for setting, choice in tasks:
         absent += [(setting, path) for path in files_of(choice) if _is_missing(path)]
     for setting, path in absent:
-        yield Finding(
+        yield Diagnostic(
             "error",
             f"{setting}={path}: there is no such file here",
             f"correct the path; it is relative to {Path.cwd()}",
@@ -204,51 +204,51 @@ def _is_missing(path: str) -> bool:
     return not (os.path.exists(path) or is_address(path) or hub_records(path) is not None)
 
 
-def _library_tasks(config: Config, tasks: Mapping[str, Task]) -> Iterator[Finding]:
+def _library_tasks(config: Config, tasks: Mapping[str, Task]) -> Iterator[Diagnostic]:
     """Report the tasks that a library has made of files: the run's, and those of evaluations, which
     are loaded here. Raises JaxrlErrors."""
     for name, own in config.by_task.items():
         if own.task is not None and files_of(own.task):
             yield _loaded(f"tasks.{name}.task" if name else "task", own.task, tasks[name])
-    for name, one in config.named_evals.items():
-        if one.task is not None and files_of(one.task):
+    for name, section in config.named_evals.items():
+        if section.task is not None and files_of(section.task):
             with naming(f"evals.{name}"):
-                yield _loaded(f"evals.{name}.task", one.task, load_task(one.task))
+                yield _loaded(f"evals.{name}.task", section.task, load_task(section.task))
 
 
-def _loaded(setting: str, choice: Choice, task: Task) -> Finding:
+def _loaded(setting: str, choice: Choice, task: Task) -> Diagnostic:
     records = task.records
     number = f": {len(records):,} records" if isinstance(records, Sequence) else ""
-    return Finding("ok", f"{setting}={name_of(choice)}{number}")
+    return Diagnostic("ok", f"{setting}={name_of(choice)}{number}")
 
 
-def _devices(config: Config, devices: Devices | None) -> Iterator[Finding]:
+def _devices(config: Config, devices: Devices | None) -> Iterator[Diagnostic]:
     mesh = config.mesh if config.run.job == "rl" else config.mesh.without_samplers
     needed, several = mesh.num_devices, (config.distributed.num_processes or 1) > 1
     if devices is None or several:
-        yield Finding(
+        yield Diagnostic(
             "warning",
             f"the mesh needs {needed} devices, which could not be counted here",
             "run doctor on each host",
         )
     elif devices.platform == "cpu":
-        yield Finding("ok", f"the mesh needs {needed} devices; the CPU simulates them")
+        yield Diagnostic("ok", f"the mesh needs {needed} devices; the CPU simulates them")
     elif devices.count < needed:
-        yield Finding(
+        yield Diagnostic(
             "error",
             f"the mesh needs {needed} devices, and there are {devices.count}",
             "lower mesh.trainer, mesh.sampler or mesh.samplers, or set "
             "mesh.colocated=true: both sides share the devices",
         )
     else:
-        yield Finding("ok", f"the mesh needs {needed} of {devices.count} devices")
+        yield Diagnostic("ok", f"the mesh needs {needed} of {devices.count} devices")
 
 
-def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterator[Finding]:
+def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterator[Diagnostic]:
     """Compare a run's permanent memory with the available memory. Activations are extra."""
     trainer = trainer_bytes(config, spec)
     sampler = sampler_bytes(config, spec) if config.run.job == "rl" else 0.0
-    mesh, here = config.mesh, 0.0
+    mesh = config.mesh
     smaller = (
         "choose a smaller model, train an adapter (model.lora.rank), lower sampler.slots or "
         "sampler.max_length, or take more devices"
@@ -256,19 +256,19 @@ def _memory(config: Config, spec: ModelSpec, devices: Devices | None) -> Iterato
     if devices is not None and devices.platform == "gpu":
         smaller = more_of_a_gpu() + smaller
     if devices is not None and devices.platform != "cpu" and devices.memory is None:
-        kept = max(trainer / mesh.trainer.num_devices, sampler / mesh.sampler.num_devices)
-        yield Finding(
+        least = max(trainer / mesh.trainer.num_devices, sampler / mesh.sampler.num_devices)
+        yield Diagnostic(
             "warning",
-            f"memory of a device: {gib(kept)} at least, and JAX does not report the limit",
+            f"memory of a device: {gib(least)} at least, and JAX does not report the limit",
             "check the devices' own tool (nvidia-smi, tpu-info); `jaxrl-async plan` computes what "
             "a run needs",
         )
         return
     if devices is None or devices.memory is None:
-        here = trainer + sampler * (0 if mesh.samplers_in == "external" else mesh.samplers)
+        total = trainer + sampler * (0 if mesh.samplers_in == "external" else mesh.samplers)
         if mesh.colocated and sampler:
-            here = both_bytes(config, spec)
-        yield _fits("host memory: trainer and samplers", here, host_memory()[1], smaller)
+            total = both_bytes(config, spec)
+        yield _fits("host memory: trainer and samplers", total, host_memory()[1], smaller)
         return
     each_trainer = trainer / mesh.trainer.num_devices
     each_sampler = sampler / mesh.sampler.num_devices
@@ -285,22 +285,23 @@ TIGHT = 0.7
 """Share of the memory above which activations and temporaries may not fit in addition."""
 
 
-def _fits(what: str, needed: float, there: float, smaller: str) -> Finding:
-    text = f"{what}: {gib(needed)} at least, of {gib(there)}"
-    if needed > there:
-        return Finding("error", text, smaller)
-    if needed > TIGHT * there:
-        return Finding(
+def _fits(what: str, needed: float, available: float, smaller: str) -> Diagnostic:
+    text = f"{what}: {gib(needed)} at least, of {gib(available)}"
+    if needed > available:
+        return Diagnostic("error", text, smaller)
+    if needed > TIGHT * available:
+        return Diagnostic(
             "warning",
             f"{text}, plus activations",
             "`jaxrl-async plan` compiles the programs to find out; or " + smaller,
         )
-    return Finding("ok", text)
+    return Diagnostic("ok", text)
 
 
-def _checkpoints(config: Config, spec: ModelSpec) -> Finding:
+def _checkpoints(config: Config, spec: ModelSpec) -> Diagnostic:
     dtype = jnp.dtype(config.model.param_dtype)
     trained = num_in(trained_table(spec, lora_of(spec, config.model.lora)))
-    one = trained * (dtype.itemsize + optimizer_bytes(config.trainer, dtype))
-    kept = config.checkpoint.keep + 1
-    return disk_finding(Path(config.run.dir), kept * one, f"for {kept} checkpoints of {gib(one)}")
+    size = trained * (dtype.itemsize + optimizer_bytes(config.trainer, dtype))
+    count = config.checkpoint.keep + 1
+    text = f"for {count} checkpoints of {gib(size)}"
+    return check_disk(Path(config.run.dir), count * size, text)

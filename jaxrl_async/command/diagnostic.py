@@ -1,4 +1,4 @@
-"""The findings of `jaxrl-async doctor`."""
+"""The diagnostics of `jaxrl-async doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,15 +7,15 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnostic:
     """One line of the doctor's report."""
 
     level: Literal["ok", "warning", "error"]
-    what: str
+    text: str
     remedy: str = ""  # what to do, unless it is ok
 
     def __str__(self) -> str:
-        return f"{self.level:<8} {self.what}" + (
+        return f"{self.level:<8} {self.text}" + (
             f"\n{'':8} -> {self.remedy}" if self.remedy else ""
         )
 

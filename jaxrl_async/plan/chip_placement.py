@@ -23,7 +23,7 @@ EIGHT = (2, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class Placement:
     """The slices that a run is planned for: the trainer's, and each sampler's."""
 
     trainer: Slice
@@ -32,7 +32,9 @@ class Places:
     slices: Slices  # meshes of described devices
 
 
-def make_places(config: schema.Config, trainer: Slice, samplers: tuple[Chip, int] | None) -> Places:
+def place_on_chips(
+    config: schema.Config, trainer: Slice, samplers: tuple[Chip, int] | None
+) -> Placement:
     """Return the meshes of the configuration, on slices of devices that are only described.
 
     Args:
@@ -48,18 +50,18 @@ def make_places(config: schema.Config, trainer: Slice, samplers: tuple[Chip, int
     if config.mesh.samplers_in != "external":
         return _divided(config.mesh, trainer, samplers)
     assert samplers is not None, "slices of their own have a topology"
-    return _apart(config.mesh, trainer, *samplers)
+    return _separate(config.mesh, trainer, *samplers)
 
 
 # ---- separate slices
 
 
-def _apart(section: schema.MeshSection, trainer: Slice, chip: Chip, chips: int) -> Places:
+def _separate(section: schema.MeshSection, trainer: Slice, chip: Chip, chips: int) -> Placement:
     """Give each role whole slices, on which programs run on any generation."""
-    given = section.trainer.num_devices
-    if given != trainer.num_devices:
+    devices = section.trainer.num_devices
+    if devices != trainer.num_devices:
         raise ConfigError(
-            f"mesh.trainer has {given} devices, and the trainer's topology {trainer.name} has "
+            f"mesh.trainer has {devices} devices, and the trainer's topology {trainer.name} has "
             f"{trainer.num_devices}: a program runs on a whole slice. Change the axes (data * fsdp "
             f"* expert * context * tensor = {trainer.num_devices}) or --topology."
         )
@@ -71,7 +73,7 @@ def _apart(section: schema.MeshSection, trainer: Slice, chip: Chip, chips: int) 
             f"mesh.samplers={max(1, chips * chip.devices // each)} or change the topology."
         )
     sampler = _slice_of_sampler(chip, each)
-    return Places(
+    return Placement(
         trainer=trainer,
         sampler=sampler,
         num_samplers=count,
@@ -100,7 +102,7 @@ def _slice_of_sampler(chip: Chip, devices: int) -> Slice:
 
 def _divided(
     section: schema.MeshSection, where: Slice, samplers: tuple[Chip, int] | None
-) -> Places:
+) -> Placement:
     """Divide the devices of a host, or of a slice of several hosts, as the run does."""
     how = f"mesh.samplers_in={section.samplers_in}"
     if samplers is not None:
@@ -125,7 +127,7 @@ def _divided(
             f"{how} trainer and samplers divide it. For separate slices set "
             "mesh.samplers_in=external."
         ) from error
-    return Places(
+    return Placement(
         trainer=_part(where, list(slices.trainer.devices.flat)),
         sampler=_part(where, list(slices.sampler.devices.flat)),
         num_samplers=section.samplers,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import jaxrl_async
-from jaxrl_async.command.front_door import COMMANDS, main, unknown
+from jaxrl_async.command.entry_point import COMMANDS, main, unknown
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def test_version_is_the_packages(capsys):
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["trian"]])
 def test_the_door_itself_imports_only_the_standard_library(words):
     code = (
-        "import sys; before = set(sys.modules); from jaxrl_async.command.front_door import main; "
+        "import sys; before = set(sys.modules); from jaxrl_async.command.entry_point import main; "
         f"main({words}); print('|', *set(sys.modules) - before)"
     )
     done = subprocess.run(
