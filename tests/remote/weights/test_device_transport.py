@@ -253,7 +253,7 @@ def test_auto_keeps_the_way_that_was_faster_and_leaves_one_that_failed(taken, th
     trial = TransportTrial()
     assert trial.next == DEVICE
     for one in taken:
-        trial.took(*one) if one else trial.failed(DEVICE)
+        trial.record(*one) if one else trial.failed(DEVICE)
     assert trial.next == then
 
 
