@@ -132,13 +132,13 @@ def test_the_gap_is_the_weighted_sum_of_log_ratios(share_prefixes: bool) -> None
         wanted = np.zeros(len(episode.token_ids))
         for teacher in score.teachers:
             for index, logprob in zip(teacher.places, teacher.logprobs, strict=True):
-                gap = float(episode.logprobs[index]) - float(logprob)
-                wanted[index] += teacher.weight * gap
-                totals[teacher.teacher].append(gap)
+                difference = float(episode.logprobs[index]) - float(logprob)
+                wanted[index] += teacher.weight * difference
+                totals[teacher.teacher].append(difference)
         np.testing.assert_allclose(gap, wanted, rtol=1e-6)
-    for name, gap in totals.items():
-        assert advice.report[f"teacher/{name}/tokens"] == len(gap)
-        assert advice.report[f"teacher/{name}/kl"] == pytest.approx(np.mean(gap), rel=1e-9)
+    for name, differences in totals.items():
+        assert advice.report[f"teacher/{name}/tokens"] == len(differences)
+        assert advice.report[f"teacher/{name}/kl"] == pytest.approx(np.mean(differences), rel=1e-9)
     assert advice.columns == {}
     assert all(metric_of(key) for key in advice.report)
 
@@ -302,13 +302,13 @@ def test_a_token_has_the_gap_of_its_whole_span(share_prefixes: bool) -> None:
             spans = np.arange(len(teacher.places)) if teacher.spans is None else teacher.spans
             for span in set(spans.tolist()):
                 inside = np.flatnonzero(spans == span)
-                gap = sum(
+                difference = sum(
                     float(episode.logprobs[teacher.places[i]]) - float(teacher.logprobs[i])
                     for i in inside
                 )
-                wanted[teacher.places[inside]] += teacher.weight * gap
+                wanted[teacher.places[inside]] += teacher.weight * difference
                 if teacher.teacher == "b":
-                    total, count = total + gap, count + len(inside)
+                    total, count = total + difference, count + len(inside)
         np.testing.assert_allclose(gap, wanted, rtol=1e-6)
     assert advice.report["teacher/b/kl"] == pytest.approx(total / count, rel=1e-9)
     assert advice.report["teacher/b/tokens"] == count

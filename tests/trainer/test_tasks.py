@@ -77,7 +77,7 @@ def test_a_kl_in_the_rewards_is_weighted_by_task() -> None:
     gap = step.owned_to_groups(results.proximal - results.reference)
     factors = {"a": 0.0, "b": 2.0, "c": 1.0}
     for of_group, rewards, gaps in zip(GROUPS, data.token_rewards, gap, strict=True):
-        for episode, earned, gap in zip(of_group.episodes, rewards, gaps, strict=True):
+        for episode, earned, difference in zip(of_group.episodes, rewards, gaps, strict=True):
             assert earned is not None
-            wanted = -0.5 * factors[of_group.prompt.task] * np.where(episode.drawn, gap, 0.0)
+            wanted = -0.5 * factors[of_group.prompt.task] * np.where(episode.drawn, difference, 0.0)
             np.testing.assert_allclose(earned, wanted, rtol=1e-5, atol=1e-6)
