@@ -357,7 +357,7 @@ def test_a_wrong_setting_of_a_section_is_not_said_to_be_written_null(write, refu
 
 
 @pytest.mark.parametrize(
-    ("asked", "first"),
+    ("prefix", "first"),
     [
         ("remote", "remote = null:  Samplers in separate processes"),
         ("evals.hard.samples", "  evals.hard.samples = 1    (a whole number >= 1"),
@@ -365,5 +365,5 @@ def test_a_wrong_setting_of_a_section_is_not_said_to_be_written_null(write, refu
         ("algorithm.group_size", "  algorithm.group_size = "),
     ],
 )
-def test_the_help_of_a_section_says_what_it_is_and_a_name_has_its_settings(asked, first):
-    assert help_text(asked).lstrip("\n").startswith(first)
+def test_the_help_of_a_section_says_what_it_is_and_a_name_has_its_settings(prefix, first):
+    assert help_text(prefix).lstrip("\n").startswith(first)
