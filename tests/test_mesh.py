@@ -288,7 +288,7 @@ def wait_for(condition, timeout_s: float = 10.0) -> None:
         ([], False, None, 0),
     ],
 )
-def test_a_cuda_plugin_without_a_driver_is_told_once(
+def test_a_cuda_plugin_without_a_driver_is_logged_once(
     tmp_path, monkeypatch, caplog, plugins, driver, platforms, message
 ):
     for name in plugins:

@@ -39,7 +39,7 @@ def differing(tmp_path: Path, a: tuple[str, ...], b: tuple[str, ...]) -> dict:
     return setting_differences(*(read_run(str(run)) for run in runs))
 
 
-def test_only_settings_that_differ_are_told_with_their_defaults(tmp_path):
+def test_only_settings_that_differ_are_shown_with_their_defaults(tmp_path):
     found = differing(
         tmp_path,
         ("run.name=one", "run.seed=1"),

@@ -110,7 +110,7 @@ def test_a_rule_of_several_sections_names_the_line_of_the_very_section(write, re
     assert "with the" not in refusal(path, "evals.v-1={prompt_field: q}")
 
 
-def test_an_unknown_key_in_the_file_is_told_with_its_line(write, refusal):
+def test_an_unknown_key_in_the_file_is_reported_with_its_line(write, refusal):
     path = write("run: {name: a}\ntrainer:\n  learning_rate: 1e-5\n")
     assert (
         f"{path}, line 3: trainer.learning_rate is not a setting; did you mean algorithm."
@@ -188,7 +188,7 @@ def test_shapings_are_a_list_of_names_and_settings(write):
     assert config.algorithm.shaping == ({"cap": {"low": 0, "high": 1}}, "mask_truncated")
 
 
-def test_of_very_many_problems_the_first_are_told(write, refusal):
+def test_of_very_many_problems_the_first_are_reported(write, refusal):
     message = refusal(write("".join(f"key{i}: 1\n" for i in range(4000))))
     assert message.startswith("more than 20 problems") and message.count("is not a setting") == 20
 

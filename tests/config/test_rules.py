@@ -166,7 +166,7 @@ def test_settings_that_would_silently_do_nothing_are_refused(overrides, told, re
     assert told in refusal(CONFIGS / "addition.yaml", *overrides)
 
 
-NOTHING_LEARNT = [
+NOTHING_TRAINED = [
     *(
         (["algorithm.group_size=1", f"algorithm.advantage={name}"], "all advantages would be 0")
         for name in sorted(COMPARED_IN_GROUP)
@@ -229,18 +229,18 @@ NOTHING_LEARNT = [
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"), NOTHING_LEARNT, ids=["-".join(words) for words, _ in NOTHING_LEARNT]
+    ("overrides", "told"), NOTHING_TRAINED, ids=["-".join(words) for words, _ in NOTHING_TRAINED]
 )
-def test_settings_with_which_nothing_or_noise_is_learnt_are_refused(overrides, told, refusal):
+def test_settings_with_which_nothing_or_noise_is_trained_are_refused(overrides, told, refusal):
     assert told in refusal(CONFIGS / "addition.yaml", *overrides)
 
 
-def test_a_broken_rule_of_one_section_is_told_beside_a_wrong_field_of_another(write, refusal):
+def test_a_broken_rule_of_one_section_is_reported_beside_a_wrong_field_of_another(write, refusal):
     message = refusal(write("run: {steps: 0}\nreward: {function: [exact, exact]}\n"))
     assert message.startswith("2 problems:") and "run.steps" in message and "reward" in message
 
 
-def test_all_broken_rules_are_told_at_once(write, refusal):
+def test_all_broken_rules_are_reported_at_once(write, refusal):
     path = write("algorithm: {group_size: 1, entropy_clip: 1.0}\nsampler: {temperature: 0}\n")
     message = refusal(path, "buffer.select=recent", "reference.ema=0.5", "run.job=rl")
     assert message.startswith("5 problems:")

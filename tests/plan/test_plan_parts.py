@@ -264,7 +264,7 @@ def test_an_adapter_lies_beside_its_base_which_is_unpacked_before_there_is_a_cac
     assert both.kinds["sampler: KV cache"] == 40
 
 
-def test_a_refusal_for_memory_is_told_from_another():
+def test_a_refusal_for_memory_is_distinguished_from_another():
     from jaxrl_async.plan.compiled import needed_bytes
 
     used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.5G of 15.75G hbm."

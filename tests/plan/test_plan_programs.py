@@ -258,7 +258,7 @@ def test_a_plan_has_the_prefill_that_a_tpus_sampler_compiles():
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [None, "int8"])
-def test_an_adapter_alone_is_learnt_and_sent_beside_its_base(plain, dtype):
+def test_an_adapter_alone_is_trained_and_sent_beside_its_base(plain, dtype):
     lora = {**BASE["model"], "lora": {"rank": 4, "dropout": 0.1}}
     config = config_of(model=lora, weights={"dtype": dtype})
     found, held = lowered(config, lowering.spec_of(config), placement_on_cpu(config))

@@ -313,7 +313,7 @@ def test_a_sampler_whose_first_weights_are_too_old_gets_newer_ones_before_it_cou
     assert fleet.running[number].version >= sending.version + 1
 
 
-def test_requests_handed_back_are_drawn_once_and_those_of_a_kill_again():
+def test_requests_handed_back_are_sampled_once_and_those_of_a_kill_again():
     leaves = Turnover(preempted_per_minute=20, start_s=1.0)
     result = simulate(replace(FLEET, turnover=leaves), updates=60)
     assert result.leaves > 10 and result.moved_answers > 0 and result.prefilled_again_tokens > 0
