@@ -349,7 +349,7 @@ def test_two_hosts_of_cards_sum_gradients_over_the_network(tmp_path):
 @pytest.mark.full
 @pytest.mark.exhaustive
 def test_every_card_can_be_described_and_compiled_for():
-    """In the compiler's environment, as a program of its own; its output is discarded."""
+    """In the compiler's environment, as a program of its own; its output is captured."""
     lines = [
         "import os",
         "from jaxrl_async.plan import cuda",
