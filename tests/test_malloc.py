@@ -62,12 +62,12 @@ print(open(sys.argv[1]).read().count("<heap "))
 @pytest.mark.full
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="malloc is not glibc's")
 @pytest.mark.parametrize(
-    ("cores", "asked", "arenas"), [(1, None, 1), (7, None, 1), (12, None, 3), (2, "7", 7)]
+    ("cores", "limit", "arenas"), [(1, None, 1), (7, None, 1), (12, None, 3), (2, "7", 7)]
 )
-def test_malloc_has_an_arena_for_four_cores(tmp_path, cores, asked, arenas) -> None:
+def test_malloc_has_an_arena_for_four_cores(tmp_path, cores, limit, arenas) -> None:
     """Twelve threads and the first one allocate at the same time."""
     env = {k: v for k, v in os.environ.items() if k not in ("MALLOC_ARENA_MAX", "LD_PRELOAD")}
-    env |= {"MALLOC_ARENA_MAX": asked} if asked else {}
+    env |= {"MALLOC_ARENA_MAX": limit} if limit else {}
     words = [sys.executable, "-c", NUM_ARENAS, str(tmp_path / "info.xml"), str(cores)]
     found = subprocess.run(words, env=env, check=True, capture_output=True).stdout
     assert int(found) == arenas
@@ -75,16 +75,16 @@ def test_malloc_has_an_arena_for_four_cores(tmp_path, cores, asked, arenas) -> N
 
 @pytest.mark.parametrize(("cores", "arenas"), [(None, 1), (2, 1), (7, 1), (8, 2), (20, 5)])
 def test_malloc_is_asked_for_its_arenas_unless_the_user_has(cores, arenas, monkeypatch) -> None:
-    asked: list[tuple[int, int]] = []
-    library = SimpleNamespace(mallopt=lambda *words: asked.append(words))
+    arguments: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *words: arguments.append(words))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     limit_arenas()
-    assert asked == [(-8, arenas)]
+    assert arguments == [(-8, arenas)]
     monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
     limit_arenas()
-    assert len(asked) == 1
+    assert len(arguments) == 1
 
 
 class Limited(Exception):

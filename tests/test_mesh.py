@@ -118,14 +118,14 @@ def test_tensor_lies_on_neighbours_of_the_torus():
 
 
 @pytest.mark.parametrize(
-    ("axes", "given", "told"),
+    ("axes", "given", "message"),
     [
         ({"fsdp": 32}, chips(2), "data .* it is 1"),
         ({"data": 3}, [*chips(2)[:2], chips(2)[-1]], "of 2, 1 devices"),
     ],
 )
-def test_slices_that_cannot_be_divided_over_data_are_refused(axes, given, told):
-    with pytest.raises(MeshError, match=told):
+def test_slices_that_cannot_be_divided_over_data_are_refused(axes, given, message):
+    with pytest.raises(MeshError, match=message):
         arranged(schema.AxesSection(**axes), given)
 
 
@@ -279,7 +279,7 @@ def wait_for(condition, timeout_s: float = 10.0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plugins", "driver", "platforms", "told"),
+    ("plugins", "driver", "platforms", "message"),
     [
         (["xla_cuda13"], False, None, 1),
         (["xla_cuda12", "xla_cuda13"], False, None, 1),
@@ -288,8 +288,8 @@ def wait_for(condition, timeout_s: float = 10.0) -> None:
         ([], False, None, 0),
     ],
 )
-def test_a_cuda_plugin_without_a_driver_is_told_once(
-    tmp_path, monkeypatch, caplog, plugins, driver, platforms, told
+def test_a_cuda_plugin_without_a_driver_is_logged_once(
+    tmp_path, monkeypatch, caplog, plugins, driver, platforms, message
 ):
     for name in plugins:
         (tmp_path / "jax_plugins" / name).mkdir(parents=True)
@@ -306,7 +306,7 @@ def test_a_cuda_plugin_without_a_driver_is_told_once(
     mesh.skip_absent_accelerators()
     assert config.jax_platforms == (None if driver else "cpu")
     lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(lines) == told
+    assert len(lines) == message
     for line in lines:
         assert all(f"jax-{name.removeprefix('xla_')}-plugin" in line for name in plugins)
         assert "driver is not here (none of /dev/no)" in line and "computes on the CPU" in line

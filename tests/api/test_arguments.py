@@ -151,7 +151,7 @@ class Asks(Environment):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "reason"),
     [
         ({"model": "m", "reward": right}, "there is no data"),
         ({"data": RECORDS, "reward": right}, "there is no model"),
@@ -169,10 +169,10 @@ class Asks(Environment):
     ],
 )
 def test_a_call_that_lacks_something_is_refused_before_anything_is_made(
-    tmp_path, monkeypatch, given, said
+    tmp_path, monkeypatch, given, reason
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reason):
         jaxrl_async.train(**given)
     assert list(tmp_path.iterdir()) == []
 
@@ -351,13 +351,13 @@ def test_tools_stand_beside_data_and_a_reward(tmp_path) -> None:
     assert task is not None and task.tools == (look_up,) and task.records is None
     _, task = settled(tmp_path, data=RECORDS, task=Task(tools=[right_tool]), tools=[look_up])
     assert task is not None and task.tools == (right_tool, look_up)
-    for wrong, told in (
+    for wrong, message in (
         ({"tools": look_up}, "Give a list of functions"),
         ({"tools": [lambda word: word]}, "needs a type hint"),
         ({"tools": [look_up], "task": "calculator"}, "a task by name has its own tools"),
         ({"tools": [look_up], "task": Task(program=["x"])}, "calls no tools"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             settled(tmp_path, data=RECORDS, **wrong)
 
 
@@ -370,12 +370,12 @@ def test_trls_names_are_refused_together_with_what_to_write(tmp_path) -> None:
     names = {"num_generations": 4, "max_completion_length": 64, "report_to": "wandb"}
     with pytest.raises(ConfigError) as error:
         settled(tmp_path, data=RECORDS, settings={**names, "train_dataset": [], "nonsense": 1})
-    told = str(error.value)
-    assert "TRL's and Tunix's num_generations is group_size=4 here" in told
-    assert "max_completion_length is max_new_tokens=64 and max_length=576 here" in told
-    assert "report_to is wandb={'project': 'huggingface'} here" in told
-    assert "train_dataset is data= here" in told and "nonsense is not a setting" in told
-    assert "jaxrl_async.from_trl(args, ...) converts a whole GRPOConfig" in told
+    message = str(error.value)
+    assert "TRL's and Tunix's num_generations is group_size=4 here" in message
+    assert "max_completion_length is max_new_tokens=64 and max_length=576 here" in message
+    assert "report_to is wandb={'project': 'huggingface'} here" in message
+    assert "train_dataset is data= here" in message and "nonsense is not a setting" in message
+    assert "jaxrl_async.from_trl(args, ...) converts a whole GRPOConfig" in message
     with pytest.raises(ConfigError, match=r"did you mean eval=\{'every'"):
         settled(tmp_path, data=RECORDS, settings={"eval_every": 3})
 
@@ -383,10 +383,10 @@ def test_trls_names_are_refused_together_with_what_to_write(tmp_path) -> None:
 def test_usual_names_lead_to_arguments(tmp_path) -> None:
     with pytest.raises(ConfigError) as error:
         settled(tmp_path, data=RECORDS, settings={"lr": 1e-4, "rank": 8, "batch_size": 4})
-    told = str(error.value)
-    assert "lr is not a setting; it is learning_rate=0.0001 here" in told
-    assert "it is lora={'rank': 8} here" in told
-    assert "it is groups_per_step (prompts of an update) and group_size (answers to a" in told
+    message = str(error.value)
+    assert "lr is not a setting; it is learning_rate=0.0001 here" in message
+    assert "it is lora={'rank': 8} here" in message
+    assert "it is groups_per_step (prompts of an update) and group_size (answers to a" in message
 
 
 def test_a_name_with_two_meanings_is_refused(tmp_path) -> None:
@@ -453,11 +453,11 @@ def test_a_script_of_trl_becomes_a_call(tmp_path, caplog) -> None:
     assert first.__name__ == "right" and first("a", answer="a") == 1.0
     assert asyncio.run(second("x")) == {"a": 0.5, "b": None}
     assert task is not None and task.tools == (look_up,)
-    for wrong, told in (
+    for wrong, message in (
         ({"args": 3}, "Give TRL's GRPOConfig"),
         ({"args": weighed, "reward_funcs": [right]}, "2 reward_weights"),
         ({"args": {}, "no_such": 1}, "has no argument no_such"),
         ({"args": {}, "peft_config": {**peft, "use_dora": True}}, "DoRA"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             jaxrl_async.from_trl(**wrong)

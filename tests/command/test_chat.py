@@ -48,13 +48,13 @@ class Script:
     about = "a script"
 
     def __init__(self, *answers) -> None:
-        self.answers, self.asked = list(answers), []
+        self.answers, self.questions = list(answers), []
 
     def begin(self, system):
-        self.asked.append(("begin", system))
+        self.questions.append(("begin", system))
 
     def ask(self, question, options, on_text, stopped):
-        self.asked.append((question, options.temperature))
+        self.questions.append((question, options.temperature))
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -97,7 +97,7 @@ def chat(script: Script, typed: str, *, interactive: bool = False, system=None):
 def test_piped_messages_get_answers_and_nothing_else():
     script = Script("Hello", "Bye now")
     assert chat(script, "Hi\n\n  \nBye\n") == (0, "Hello\nByenow\n", "")
-    assert script.asked == [("Hi", 1.0), ("Bye", 1.0)]
+    assert script.questions == [("Hi", 1.0), ("Bye", 1.0)]
 
 
 def test_commands_act_between_messages():
@@ -106,7 +106,7 @@ def test_commands_act_between_messages():
     code, out, err = chat(script, typed)
     assert code == 0 and out == "a\nb\n" and err.count("a new conversation begins") == 3
     begun = [("begin", "Be brief."), ("begin", "Be brief."), ("begin", None)]
-    assert script.asked == [("Hi", 0.5), ("again", 0.5), *begun]
+    assert script.questions == [("Hi", 0.5), ("again", 0.5), *begun]
 
 
 def test_a_person_sees_the_policy_the_options_and_the_help():
@@ -120,7 +120,7 @@ def test_a_person_sees_the_policy_the_options_and_the_help():
 def test_a_message_of_several_lines_and_one_with_a_slash():
     script = Script("a", "b", "c")
     chat(script, '"""one\ntwo"""\n//reset\n"""\nx\n  y\n"""')
-    assert [asked for asked, _ in script.asked] == ["one\ntwo", "/reset", "x\n  y"]
+    assert [asked for asked, _ in script.questions] == ["one\ntwo", "/reset", "x\n  y"]
 
 
 def test_a_message_without_its_closing_quotes_is_reported():

@@ -20,8 +20,8 @@ def test_every_command_has_a_section_and_a_row():
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_that_a_section_names_exist(name):
     """test_completion.py compares OPTIONS with --help itself."""
-    told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", SECTIONS[name]))
-    assert told <= set(OPTIONS[name].split())
+    documented = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", SECTIONS[name]))
+    assert documented <= set(OPTIONS[name].split())
 
 
 def test_the_page_names_options():

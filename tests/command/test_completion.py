@@ -101,5 +101,5 @@ def test_the_options_it_knows_are_those_of_help(name, capsys):
     with contextlib.suppress(SystemExit):
         entry_point([name, "--help"])
     shown = capsys.readouterr().out.partition("\n\nrun\n")[0]  # of train: what is before settings
-    told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", shown))
-    assert set(OPTIONS[name].split()) == told | {"--help"}
+    documented = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", shown))
+    assert set(OPTIONS[name].split()) == documented | {"--help"}

@@ -39,7 +39,7 @@ def differing(tmp_path: Path, a: tuple[str, ...], b: tuple[str, ...]) -> dict:
     return setting_differences(*(read_run(str(run)) for run in runs))
 
 
-def test_only_settings_that_differ_are_told_with_their_defaults(tmp_path):
+def test_only_settings_that_differ_are_shown_with_their_defaults(tmp_path):
     found = differing(
         tmp_path,
         ("run.name=one", "run.seed=1"),
@@ -142,17 +142,17 @@ def test_the_text_has_all_parts_and_fits_the_terminal(tmp_path, monkeypatch, cap
     )
     monkeypatch.setenv("COLUMNS", "90")
     assert main([str(a), str(b)]) == 0
-    told = capsys.readouterr().out
-    assert max(map(len, told.splitlines()[2:-1])) <= 90
-    table = {line.split()[0]: line for line in told.splitlines() if line.strip()}
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines()[2:-1])) <= 90
+    table = {line.split()[0]: line for line in output.splitlines() if line.strip()}
     assert table["algorithm.learning_rate"].split()[1:3] == ["0.0002", "0.5"]
     assert "..." in table["run.copy_to"] and table["jaxrl_async"].split()[1:] == ["1", "2"]
     assert table["eval/accuracy"].split()[1:] == [
         *("0.5", "±", "0.0588", "0.75", "±", "0.0784", "(step", "1)"),
         *("+0.25", "±", "0.098"),
     ]
-    assert "first step that differs: 1 (eval/accuracy 0.5 and 0.75, eval/accuracy_stderr" in told
-    assert "buffer/x" not in told
+    assert "first step that differs: 1 (eval/accuracy 0.5 and 0.75, eval/accuracy_stderr" in output
+    assert "buffer/x" not in output
     assert main([str(a), str(b), "--all"]) == 0 and "buffer/x" in capsys.readouterr().out
 
 
@@ -172,14 +172,14 @@ def test_json_has_the_same(tmp_path, capsys):
 def test_runs_without_records_and_folders_without_a_run(tmp_path, capsys):
     a, b = a_run(tmp_path / "a"), a_run(tmp_path / "b")
     assert main([str(a), str(b)]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for part in (
         "no setting differs",
         "versions are not recorded",
         "no metrics",
         "no step of both",
     ):
-        assert part in told
+        assert part in output
     assert main([str(a), str(tmp_path / "no")]) == 2
     assert "there is no run" in capsys.readouterr().err
     (b / "config.yaml").write_text("{")
@@ -237,8 +237,8 @@ def test_real_runs_of_one_seed_are_equal_and_of_two_differ(tmp_path, capsys):
         folders.append(str(tmp_path / name))
     capsys.readouterr()
     assert main([folders[0], folders[1]]) == 0
-    told = capsys.readouterr().out
-    assert "no setting differs" in told and "no step of both differs" in told
+    output = capsys.readouterr().out
+    assert "no setting differs" in output and "no step of both differs" in output
     assert main([folders[0], folders[2]]) == 0
-    told = capsys.readouterr().out
-    assert "run.seed" in told and "first step that differs: " in told and "±" in told
+    output = capsys.readouterr().out
+    assert "run.seed" in output and "first step that differs: " in output and "±" in output

@@ -124,7 +124,7 @@ def test_a_driver_that_never_answers_is_given_up_and_leaves_no_process(monkeypat
         os.kill(int(mark.read_text()), 0)
 
 
-def test_a_driver_that_fails_is_told_in_its_words(monkeypatch):
+def test_a_driver_that_fails_is_reported_in_its_words(monkeypatch):
     monkeypatch.setattr(machine, "PROBE", "raise RuntimeError('The TPU is already in use')")
     monkeypatch.setattr(machine, "holders_of_devices", lambda: iter([]))
     _, (diagnostic,) = find_devices(60)
@@ -132,7 +132,7 @@ def test_a_driver_that_fails_is_told_in_its_words(monkeypatch):
 
 
 def test_a_process_that_has_a_device_open_is_found(monkeypatch):
-    """/dev/zero in place of a chip; a child holds it, which has its name once it has spoken."""
+    """/dev/zero in place of a chip; a child holds it, which has its name once it prints."""
     monkeypatch.setattr(machine, "TPU_FILES", ("zero",))
     words = ["tail", "-v", "-f", "/dev/null"]
     with (
@@ -158,7 +158,7 @@ def test_an_old_package_is_an_error_and_a_missing_one_too(monkeypatch):
     assert all(remedy.startswith("pip install -U '") for remedy in found.values())
 
 
-def test_a_folder_that_cannot_hold_the_checkpoints_is_told(tmp_path):
+def test_a_folder_that_cannot_hold_the_checkpoints_is_reported(tmp_path):
     assert check_disk(tmp_path / "a/b", 0, "").level == "ok"
     assert check_disk(tmp_path, 2.0**60, "for checkpoints").level == "warning"
     (tmp_path / "file").touch()

@@ -198,8 +198,8 @@ def test_a_wheel_has_the_command_and_the_recipes_and_trains(tmp_path):
 
     listed = installed("recipes").splitlines()
     assert len(listed) == len(list((ROOT / "configs").glob("**/*.yaml")))
-    told = installed("train", "recipe:plans/gpt_oss_20b_lora_v5e_64", "--print-config")
-    assert f"path: {tmp_path}/there/jaxrl_async/recipes/plans/gpt-oss-20b" in told
+    result = installed("train", "recipe:plans/gpt_oss_20b_lora_v5e_64", "--print-config")
+    assert f"path: {tmp_path}/there/jaxrl_async/recipes/plans/gpt-oss-20b" in result
     installed("train", "recipe:addition", *FEW_STEPS)
     lines = (tmp_path / "runs/addition/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]

@@ -121,14 +121,14 @@ def test_a_policy_in_bfloat16_is_its_weights_rounded(policy, tmp_path, capsys):
 
 
 def test_what_cannot_be_exported_is_refused_with_what_to_do(policy, tmp_path, capsys):
-    def told(*words: str) -> str:
+    def error_of(*words: str) -> str:
         assert main(list(words)) == 2
         return capsys.readouterr().err
 
     new, there = str(tmp_path / "new"), str(policy)
-    assert "there is no such folder" in told(str(tmp_path / "none"), new)
-    assert "neither the folder of a run" in told(str(tmp_path), new)
-    assert "Give a new folder, or empty it" in told(there, there)
-    assert "for runs" in told(there, new, "--step", "3")
-    assert "for runs" in told(there, new, "--adapter-only")
+    assert "there is no such folder" in error_of(str(tmp_path / "none"), new)
+    assert "neither the folder of a run" in error_of(str(tmp_path), new)
+    assert "Give a new folder, or empty it" in error_of(there, there)
+    assert "for runs" in error_of(there, new, "--step", "3")
+    assert "for runs" in error_of(there, new, "--adapter-only")
     assert not (tmp_path / "new").exists()

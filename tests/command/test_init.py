@@ -32,9 +32,9 @@ def here(tmp_path, monkeypatch):
 
 def test_files_of_a_model_and_records_are_written_and_load(here, capsys):
     assert main(["--model", "m", "--data", "train.jsonl", "--algorithm", "dapo"]) == 0
-    told = capsys.readouterr()
-    assert "reward.py: a reward function" in told.out and "train config.yaml" in told.out
-    assert told.err == "", "everything was said"
+    output = capsys.readouterr()
+    assert "reward.py: a reward function" in output.out and "train config.yaml" in output.out
+    assert output.err == "", "everything was said"
     config = load("config.yaml")
     assert config.run.name == "config" and config.model.path == "m" and config.mesh.colocated
     assert config.data.jsonl.prompt_field == "problem" and config.data.addition is None
@@ -45,9 +45,9 @@ def test_files_of_a_model_and_records_are_written_and_load(here, capsys):
 
 def test_without_a_terminal_the_defaults_are_reported(here, capsys):
     assert main(["--out", "first.yaml"]) == 0
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     for part in ("random weights (--model)", "additions (--data)", "grpo (--algorithm)"):
-        assert part in told
+        assert part in output
     assert load("first.yaml").run.name == "first" and not (here / "reward.py").exists()
 
 

@@ -125,7 +125,7 @@ def test_a_policy_is_uploaded_with_its_card(run, hub, tmp_path):
 
 
 @pytest.mark.full
-def test_a_token_that_is_refused_is_told_before_anything_is_written(run, hub, tmp_path):
+def test_a_token_that_is_refused_is_reported_before_anything_is_written(run, hub, tmp_path):
     endpoint, state = hub
     done = export(run, tmp_path / "out", "--upload", "ada/adder", endpoint=endpoint, token="hf_no")
     assert done.returncode == 2 and "hf auth login" in done.stderr

@@ -110,7 +110,7 @@ def test_a_rule_of_several_sections_names_the_line_of_the_very_section(write, re
     assert "with the" not in refusal(path, "evals.v-1={prompt_field: q}")
 
 
-def test_an_unknown_key_in_the_file_is_told_with_its_line(write, refusal):
+def test_an_unknown_key_in_the_file_is_reported_with_its_line(write, refusal):
     path = write("run: {name: a}\ntrainer:\n  learning_rate: 1e-5\n")
     assert (
         f"{path}, line 3: trainer.learning_rate is not a setting; did you mean algorithm."
@@ -188,7 +188,7 @@ def test_shapings_are_a_list_of_names_and_settings(write):
     assert config.algorithm.shaping == ({"cap": {"low": 0, "high": 1}}, "mask_truncated")
 
 
-def test_of_very_many_problems_the_first_are_told(write, refusal):
+def test_of_very_many_problems_the_first_are_reported(write, refusal):
     message = refusal(write("".join(f"key{i}: 1\n" for i in range(4000))))
     assert message.startswith("more than 20 problems") and message.count("is not a setting") == 20
 
@@ -357,7 +357,7 @@ def test_a_wrong_setting_of_a_section_is_not_said_to_be_written_null(write, refu
 
 
 @pytest.mark.parametrize(
-    ("asked", "first"),
+    ("prefix", "first"),
     [
         ("remote", "remote = null:  Samplers in separate processes"),
         ("evals.hard.samples", "  evals.hard.samples = 1    (a whole number >= 1"),
@@ -365,5 +365,5 @@ def test_a_wrong_setting_of_a_section_is_not_said_to_be_written_null(write, refu
         ("algorithm.group_size", "  algorithm.group_size = "),
     ],
 )
-def test_the_help_of_a_section_says_what_it_is_and_a_name_has_its_settings(asked, first):
-    assert help_text(asked).lstrip("\n").startswith(first)
+def test_the_help_of_a_section_says_what_it_is_and_a_name_has_its_settings(prefix, first):
+    assert help_text(prefix).lstrip("\n").startswith(first)

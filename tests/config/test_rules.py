@@ -235,12 +235,12 @@ def test_settings_with_which_nothing_or_noise_is_learned_are_refused(overrides, 
     assert told in refusal(CONFIGS / "addition.yaml", *overrides)
 
 
-def test_a_broken_rule_of_one_section_is_told_beside_a_wrong_field_of_another(write, refusal):
+def test_a_broken_rule_of_one_section_is_reported_beside_a_wrong_field_of_another(write, refusal):
     message = refusal(write("run: {steps: 0}\nreward: {function: [exact, exact]}\n"))
     assert message.startswith("2 problems:") and "run.steps" in message and "reward" in message
 
 
-def test_all_broken_rules_are_told_at_once(write, refusal):
+def test_all_broken_rules_are_reported_at_once(write, refusal):
     path = write("algorithm: {group_size: 1, entropy_clip: 1.0}\nsampler: {temperature: 0}\n")
     message = refusal(path, "buffer.select=recent", "reference.ema=0.5", "run.job=rl")
     assert message.startswith("5 problems:")
@@ -687,7 +687,7 @@ SERVED = {"url": "http://x/v1", "model": "m"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"teacher": {"source": "teachers"}}, "the section teachers is empty"),
         ({"teacher": {"source": "self"}, "teachers": {"a": SERVED}}, "have no effect without"),
@@ -721,7 +721,7 @@ SERVED = {"url": "http://x/v1", "model": "m"}
     ],
     ids=str,
 )
-def test_teachers_that_cannot_be_asked_are_refused(changes, said):
+def test_teachers_that_cannot_be_asked_are_refused(changes, reason):
     given = {"teacher": {"source": "teachers"}, "teachers": {"a": SERVED}}
     if changes == {"teacher": {"source": "teachers"}}:
         given["teachers"] = {}
@@ -730,7 +730,7 @@ def test_teachers_that_cannot_be_asked_are_refused(changes, said):
         given["teacher"] = {"source": "teachers", **given["teacher"]}
     config = Config(**given)
     found = [v.sentence for v in RULES.violations(config)]
-    assert any(said in sentence for sentence in found), found
+    assert any(reason in sentence for sentence in found), found
 
 
 HERE = {"path": "x", "chips": "sampler"}
@@ -738,7 +738,7 @@ REFERRED = {"algorithm": {"kl_coefficient": 0.1}, "reference": {"teacher": "r"}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"teachers": {"a": SERVED}}, "reference.teacher=r is not in teachers (a)"),
         ({"teachers": {"r": {"path": "x"}}}, "Give its path as reference.path"),
@@ -763,10 +763,10 @@ REFERRED = {"algorithm": {"kl_coefficient": 0.1}, "reference": {"teacher": "r"}}
     ],
     ids=str,
 )
-def test_a_reference_that_no_teacher_can_be_is_refused(changes, said):
+def test_a_reference_that_no_teacher_can_be_is_refused(changes, reason):
     config = Config(**{**REFERRED, "teachers": {"r": HERE}, **changes})
     found = [v.sentence for v in RULES.violations(config)]
-    assert any(said in sentence for sentence in found), found
+    assert any(reason in sentence for sentence in found), found
 
 
 @pytest.mark.parametrize("one", [HERE, SERVED, {**SERVED, "protocol": "echo"}], ids=str)

@@ -126,7 +126,7 @@ TURNED_OFF = [
 @pytest.mark.parametrize(
     ("name", "overrides", "told"), TURNED_OFF, ids=[f"{n} {o[0]}" for n, o, _ in TURNED_OFF]
 )
-def test_what_a_feature_would_read_that_is_turned_off_is_told_and_not_refused(
+def test_settings_of_a_feature_that_is_turned_off_are_logged_and_not_refused(
     write, caplog, name, overrides, told
 ):
     config = load(CONFIGS / f"{name}.yaml", overrides)

@@ -118,17 +118,17 @@ def test_threads_on_several_hosts_take_a_part_of_each_where_the_compiler_can(pla
 @pytest.mark.full
 @compiler
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("case", "message"),
     [
         ("too many", "mesh needs 9 devices"),
         ("two hosts", "divides the chips of one host, and v5e-16 .v5e:4x4. has 4 hosts"),
         ("both", "--sampler-topology is for samplers on separate slices"),
     ],
 )
-def test_what_no_host_or_slice_is_is_refused(placements, case, said):
+def test_what_no_host_or_slice_is_is_refused(placements, case, message):
     import re
 
-    assert isinstance(placements[case], str) and re.search(said, placements[case])
+    assert isinstance(placements[case], str) and re.search(message, placements[case])
 
 
 # ---- what is written out
@@ -273,13 +273,13 @@ def test_the_compiler_says_what_goes_between_two_slices():
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["slices"] == [[0] * 4, [1] * 4]
-    between = [c for c in told["collectives"] if c["axes"].startswith("slices")]
+    cost = json.loads(done.stdout.splitlines()[-1])
+    assert cost["slices"] == [[0] * 4, [1] * 4]
+    between = [c for c in cost["collectives"] if c["axes"].startswith("slices")]
     assert [(c["kind"], c["group"], c["num_bytes"], c["times"]) for c in between] == [
         ("all-reduce", 2, 2.0**20, 1.0)
     ]
-    assert {c["axes"] for c in told["collectives"]} - {between[0]["axes"]} == {"fsdp"}
+    assert {c["axes"] for c in cost["collectives"]} - {between[0]["axes"]} == {"fsdp"}
 
 
 TWO_SLICES = """

@@ -74,7 +74,7 @@ def test_a_name_is_hosts_of_cards(name, topology, cards):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("h100-12", "a host has at most 8 cards.* h100-1 to h100-8, or h100-16"),
         ("h100:1x16", "a host has at most 8 cards"),
@@ -83,8 +83,8 @@ def test_a_name_is_hosts_of_cards(name, topology, cards):
         ("h300-8", "generations are v4, .*, h100, h200, a100, b200, l4"),
     ],
 )
-def test_what_no_hosts_have_is_refused_with_a_way_out(name, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_no_hosts_have_is_refused_with_a_way_out(name, message):
+    with pytest.raises(ConfigError, match=message):
         parse_slice(name)
 
 
@@ -349,7 +349,7 @@ def test_two_hosts_of_cards_sum_gradients_over_the_network(tmp_path):
 @pytest.mark.full
 @pytest.mark.exhaustive
 def test_every_card_can_be_described_and_compiled_for():
-    """In the compiler's environment, as a program of its own; nothing of it is heard."""
+    """In the compiler's environment, as a program of its own; its output is captured."""
     lines = [
         "import os",
         "from jaxrl_async.plan import cuda",
@@ -377,9 +377,9 @@ def test_every_card_can_be_described_and_compiled_for():
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
-    told = done.stdout.splitlines()
-    assert [line.split()[0] for line in told] == list(CARDS)
-    assert all(line.endswith(str(1024 * 1024 * 2 // 16)) for line in told)
+    printed = done.stdout.splitlines()
+    assert [line.split()[0] for line in printed] == list(CARDS)
+    assert all(line.endswith(str(1024 * 1024 * 2 // 16)) for line in printed)
 
 
 @plugin

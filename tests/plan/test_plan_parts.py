@@ -40,7 +40,7 @@ def test_a_name_is_a_topology(name, topology):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("v9-8", "unknown topology 'v9-8'"),
         ("v5e", "GENERATION-CHIPS"),
@@ -53,8 +53,8 @@ def test_a_name_is_a_topology(name, topology):
         ("v5e:2x2x2", "has 3 sides, and v5e slices have 2: give v5e-8"),
     ],
 )
-def test_an_unknown_topology_is_refused_with_a_way_out(name, said):
-    with pytest.raises(ConfigError, match=said):
+def test_an_unknown_topology_is_refused_with_a_way_out(name, message):
+    with pytest.raises(ConfigError, match=message):
         parse_slice(name)
 
 
@@ -117,7 +117,7 @@ def test_many_lengths_become_few_with_the_same_mean(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "not JSON"),
         ("[]", "no length has a weight above 0"),
@@ -131,15 +131,15 @@ def test_many_lengths_become_few_with_the_same_mean(tmp_path):
         ("[" * 100_000, "not JSON: .*recursion"),
     ],
 )
-def test_a_bad_lengths_file_is_refused(tmp_path, text, said):
+def test_a_bad_lengths_file_is_refused(tmp_path, text, message):
     file = tmp_path / "lengths.json"
     file.write_text(text)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_lengths(file, 100)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (
             '{"fate": "trained", "lengths": null}',
@@ -151,10 +151,10 @@ def test_a_bad_lengths_file_is_refused(tmp_path, text, said):
         ("[" * 100_000, "line 2 of .* is not a line of a ledger"),
     ],
 )
-def test_a_bad_line_of_a_ledger_is_named(tmp_path, line, said):
+def test_a_bad_line_of_a_ledger_is_named(tmp_path, line, message):
     good = '{"fate": "trained", "lengths": [4]}'
     (tmp_path / "ledger.jsonl").write_text(f"{good}\n{line}\n{good}\n")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_lengths(tmp_path, 100)
 
 
@@ -264,7 +264,7 @@ def test_an_adapter_lies_beside_its_base_which_is_unpacked_before_there_is_a_cac
     assert both.kinds["sampler: KV cache"] == 40
 
 
-def test_a_refusal_for_memory_is_told_from_another():
+def test_a_refusal_for_memory_is_distinguished_from_another():
     from jaxrl_async.plan.compiled import needed_bytes
 
     used = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.5G of 15.75G hbm."
@@ -303,7 +303,7 @@ def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
     from jaxrl_async.plan.advice import advice
     from jaxrl_async.plan.hbm import Memory
 
-    def told(given: dict[str, float], **sections: object) -> list[str]:
+    def notes(given: dict[str, float], **sections: object) -> list[str]:
         kinds = {name: n * 2**30 for name, n in given.items()}
         side = SimpleNamespace(
             memory=Memory(kinds=kinds, moment="update", usable_bytes=1.0),
@@ -317,13 +317,13 @@ def test_bfloat16_is_advised_with_what_it_takes_to_save_memory():
         return [line for line in advice(found, Config(**sections)) if "rounding" in line]
 
     wide = {"parameters": 4.0, "optimiser": 8.0, "resting reference": 4.0}
-    (line,) = told(wide)
+    (line,) = notes(wide)
     assert "4.00 GiB  model.param_dtype=bfloat16 with trainer.rounding=stochastic" in line
     narrow = {"parameters": 2.0, "optimiser": 12.0}
-    (line,) = told(narrow, model={"param_dtype": "bfloat16"})
+    (line,) = notes(narrow, model={"param_dtype": "bfloat16"})
     assert "4.00 GiB  trainer.rounding=stochastic" in line
     stochastic = {"trainer": {"rounding": "stochastic"}, "model": {"param_dtype": "bfloat16"}}
-    assert not told({"parameters": 2.0, "optimiser": 8.0}, **stochastic)
+    assert not notes({"parameters": 2.0, "optimiser": 8.0}, **stochastic)
 
 
 def test_a_layer_with_a_window_reads_the_pages_that_hold_it():
@@ -545,18 +545,18 @@ def test_what_most_of_the_time_goes_to_is_named_with_its_share():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--topology", "v9-8"], "unknown topology"),
         (["--topology", "v5e-4", "mesh.trainer.fspd=2"], "fspd"),
         (["--topology", "v5e-4", "--sampler-topology", "v5e-x"], "neither a number"),
     ],
 )
-def test_a_wrong_command_line_says_what_is_wrong(tmp_path, capsys, arguments, said):
+def test_a_wrong_command_line_says_what_is_wrong(tmp_path, capsys, arguments, message):
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG)
     assert main([str(file), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_bad_lengths_file_ends_the_command(tmp_path, capsys):

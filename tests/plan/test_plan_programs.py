@@ -285,11 +285,11 @@ def test_an_adapter_alone_is_trained_and_sent_beside_its_base(plain, dtype):
         ({"teacher": {"source": "self", "form": "loss"}}, "Set teacher.form=advantage"),
     ],
 )
-def test_a_run_that_no_plan_is_made_of_is_refused(sections, said):
+def test_a_run_that_no_plan_is_made_of_is_refused(sections, message):
     config = schema.Config.model_validate(BASE | sections)
     with pytest.raises(ConfigError) as error:
         check(config)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -80,16 +80,16 @@ def run(pipeline: Pipeline) -> SimulationResult:
 @given(pipelines())
 @settings(max_examples=150, deadline=None)
 def test_staleness_tokens_and_shares_keep_their_bounds(pipeline):
-    told = simulate(pipeline, updates=12, warm_up=0)
-    assert 0 <= told.staleness_mean <= told.staleness_max <= pipeline.max_staleness
-    assert told.drawn_tokens == told.trained_tokens + told.dropped_tokens + told.left_tokens
+    result = simulate(pipeline, updates=12, warm_up=0)
+    assert 0 <= result.staleness_mean <= result.staleness_max <= pipeline.max_staleness
+    assert result.drawn_tokens == result.trained_tokens + result.dropped_tokens + result.left_tokens
     shares = [f.name for f in fields(SimulationResult) if f.name.endswith(("_share", "occupancy"))]
     assert len(shares) == 7
-    assert all(-1e-9 <= getattr(told, name) <= 1 + 1e-9 for name in shares)
-    waits = told.wait_data_share + told.wait_publish_share + told.wait_other_share
+    assert all(-1e-9 <= getattr(result, name) <= 1 + 1e-9 for name in shares)
+    waits = result.wait_data_share + result.wait_publish_share + result.wait_other_share
     assert waits <= 1 + 1e-9
     if pipeline.when_too_old == "wait":
-        assert told.dropped_groups == 0
+        assert result.dropped_groups == 0
 
 
 @pytest.mark.full
@@ -129,38 +129,38 @@ def test_the_same_pipeline_and_seed_have_the_same_outcome(pipeline):
 def test_a_block_is_that_of_the_engine(left, slots, block):
     """Against the engine's loop, step by step: rows that are free take over before each step."""
     rows: list[int | None] = list(range(min(slots, len(left))))
-    reserve, drawn, steps = list(range(len(rows), len(left))), [0] * len(left), 0
+    reserve, sampled, steps = list(range(len(rows), len(left))), [0] * len(left), 0
     while steps < block and (any(r is not None for r in rows) or (reserve and rows)):
         for i, row in enumerate(rows):
             if row is None and reserve:
                 rows[i] = reserve.pop(0)
         for i, row in enumerate(rows):
             if row is not None:
-                drawn[row] += 1
-                rows[i] = None if drawn[row] == left[row] else row
+                sampled[row] += 1
+                rows[i] = None if sampled[row] == left[row] else row
         steps += 1
     ours, our_steps, our_rows = block_of(np.array(left, np.int64), slots, block)
-    assert (ours.tolist(), our_steps, our_rows) == (drawn, steps, len(rows))
+    assert (ours.tolist(), our_steps, our_rows) == (sampled, steps, len(rows))
 
 
 def test_a_trainer_that_takes_longer_than_the_sampler_is_always_busy():
-    told = simulate(replace(ONE, update_s=3.0))
-    assert told.trainer_busy_share == pytest.approx(1.0)
-    assert told.updates_per_s == pytest.approx(1 / 3)
-    assert told.sampler_busy_share == pytest.approx(0.64 / 3)
-    assert told.staleness_max == 1
+    result = simulate(replace(ONE, update_s=3.0))
+    assert result.trainer_busy_share == pytest.approx(1.0)
+    assert result.updates_per_s == pytest.approx(1 / 3)
+    assert result.sampler_busy_share == pytest.approx(0.64 / 3)
+    assert result.staleness_max == 1
 
 
 def test_a_sampler_that_takes_longer_than_the_trainer_is_always_busy():
-    told = simulate(replace(ONE, update_s=0.16))
-    assert told.sampler_busy_share == pytest.approx(1.0)
-    assert told.slot_occupancy == pytest.approx(1.0)
-    assert told.trainer_busy_share == pytest.approx(0.16 / 0.64)
-    assert told.generated_tokens_per_s == pytest.approx(64 / STEP_S)
+    result = simulate(replace(ONE, update_s=0.16))
+    assert result.sampler_busy_share == pytest.approx(1.0)
+    assert result.slot_occupancy == pytest.approx(1.0)
+    assert result.trainer_busy_share == pytest.approx(0.16 / 0.64)
+    assert result.generated_tokens_per_s == pytest.approx(64 / STEP_S)
 
 
 def test_without_staleness_the_two_take_turns():
-    told = simulate(
+    result = simulate(
         replace(
             ONE,
             max_staleness=0,
@@ -171,16 +171,16 @@ def test_without_staleness_the_two_take_turns():
         )
     )
     cycle_s = 0.64 + 0.1 + 0.32 + 0.2 + 0.05
-    assert told.updates_per_s == pytest.approx(1 / cycle_s)
-    assert told.staleness_mean == told.staleness_max == 0
-    assert told.trainer_busy_share == pytest.approx(0.32 / cycle_s)
-    assert told.sampler_busy_share == pytest.approx((0.64 + 0.05) / cycle_s)
+    assert result.updates_per_s == pytest.approx(1 / cycle_s)
+    assert result.staleness_mean == result.staleness_max == 0
+    assert result.trainer_busy_share == pytest.approx(0.32 / cycle_s)
+    assert result.sampler_busy_share == pytest.approx((0.64 + 0.05) / cycle_s)
 
 
 def test_a_slow_transfer_holds_the_next_publish_up():
-    told = simulate(replace(ONE, max_staleness=8, update_s=0.7, transfer_s=2.0))
-    assert told.updates_per_s == pytest.approx(1 / 2.0, rel=0.05)  # a swap waits for a block's end
-    assert told.wait_publish_share == pytest.approx(1.3 / 2.0, rel=0.05)
+    result = simulate(replace(ONE, max_staleness=8, update_s=0.7, transfer_s=2.0))
+    assert result.updates_per_s == pytest.approx(0.5, rel=0.05)  # a swap waits for a block's end
+    assert result.wait_publish_share == pytest.approx(1.3 / 2.0, rel=0.05)
 
 
 def test_one_scorer_at_a_time_scores_so_many_groups_a_second():
@@ -193,34 +193,35 @@ def test_context_prefill_and_dispatch_take_their_time():
     samplers = replace(
         ONE.samplers, block_s=0.1, prefill_s=0.3, prefill_token_s=0.001, context_token_s=1e-5
     )
-    told = simulate(replace(ONE, samplers=samplers, prompt_tokens=100, max_staleness=0))
+    result = simulate(replace(ONE, samplers=samplers, prompt_tokens=100, max_staleness=0))
     context_s = 64 * 64 * (100 + 32) * 1e-5  # slots x steps x mean context
     prefill_s = 0.3 + 8 * 100 * 0.001  # the members of a group share one
-    assert 1 / told.updates_per_s == pytest.approx(0.64 + 8 * 0.1 + prefill_s + context_s, rel=1e-3)
+    update_s = 0.64 + 8 * 0.1 + prefill_s + context_s
+    assert 1 / result.updates_per_s == pytest.approx(update_s, rel=1e-3)
 
 
 def test_checkpoints_stop_the_trainer_alone():
     saving = replace(ONE, update_s=3.0, save_every=5, save_s=4.0)
-    told = simulate(saving)
-    assert told.updates_per_s == pytest.approx(5 / (5 * 3.0 + 4.0))
-    assert told.wait_other_share == pytest.approx(4.0 / 19.0)
+    result = simulate(saving)
+    assert result.updates_per_s == pytest.approx(5 / (5 * 3.0 + 4.0))
+    assert result.wait_other_share == pytest.approx(4.0 / 19.0)
 
 
 def test_two_samplers_share_the_groups():
     slots_32 = replace(ONE.samplers, slots=32, rows=(32,), count=2)
-    told, whole = simulate(replace(ONE, samplers=slots_32)), simulate(ONE)
-    assert told.updates_per_s == pytest.approx(whole.updates_per_s)
+    result, whole = simulate(replace(ONE, samplers=slots_32)), simulate(ONE)
+    assert result.updates_per_s == pytest.approx(whole.updates_per_s)
 
 
 @pytest.mark.full
 @given(pipelines())
 @settings(max_examples=50, deadline=None)
 def test_no_side_is_quicker_than_its_own_work_allows(pipeline):
-    told, side = simulate(pipeline, updates=15, warm_up=0), pipeline.samplers
+    result, side = simulate(pipeline, updates=15, warm_up=0), pipeline.samplers
     each_s = pipeline.update_s + pipeline.publish_s + pipeline.report_s
-    assert told.wall_s >= 15 * each_s * (1 - 1e-9) - pipeline.report_s
+    assert result.wall_s >= 15 * each_s * (1 - 1e-9) - pipeline.report_s
     most = side.count * side.slots / min(side.step_s)
-    assert told.drawn_tokens <= told.wall_s * most * (1 + 1e-9)
+    assert result.drawn_tokens <= result.wall_s * most * (1 + 1e-9)
 
 
 @pytest.mark.full
@@ -235,9 +236,9 @@ def test_in_turns_whatever_takes_longer_makes_the_run_longer(pipeline, name):
 
 
 def test_drop_mode_counts_what_it_drops():
-    told = simulate(replace(ONE, when_too_old="drop", overcommit=4.0, update_s=3.0))
-    assert told.dropped_groups > 0 and told.dropped_tokens == told.dropped_groups * 8 * 64
-    assert told.staleness_max <= 1
+    result = simulate(replace(ONE, when_too_old="drop", overcommit=4.0, update_s=3.0))
+    assert result.dropped_groups > 0 and result.dropped_tokens == result.dropped_groups * 8 * 64
+    assert result.staleness_max <= 1
 
 
 def test_chips_are_best_split_where_both_sides_keep_up():
@@ -245,17 +246,17 @@ def test_chips_are_best_split_where_both_sides_keep_up():
         samplers = replace(ONE.samplers, step_s=(0.08 / (8 - chips),))
         return replace(ONE, samplers=samplers, update_s=5.12 / chips)
 
-    told = {chips: simulate(at(chips), updates=60, warm_up=10) for chips in (1, 4, 6)}
-    assert sorted(told, key=lambda chips: -told[chips].trained_tokens_per_s) == [4, 6, 1]
-    assert told[4].trainer_busy_share == pytest.approx(1.0)
+    result = {chips: simulate(at(chips), updates=60, warm_up=10) for chips in (1, 4, 6)}
+    assert sorted(result, key=lambda chips: -result[chips].trained_tokens_per_s) == [4, 6, 1]
+    assert result[4].trainer_busy_share == pytest.approx(1.0)
 
 
 def test_a_histogram_has_the_mean_of_its_samples():
-    drawn = Histogram.of([1, 1, 4])
-    assert drawn.values == (1.0, 4.0) and drawn.weights == (2.0, 1.0)
-    assert drawn.mean == pytest.approx(2.0)
-    told = simulate(replace(ONE, answer_tokens=drawn), updates=200, warm_up=0)
-    assert told.trained_tokens / (200 * 64) == pytest.approx(2.0, rel=0.05)
+    lengths = Histogram.of([1, 1, 4])
+    assert lengths.values == (1.0, 4.0) and lengths.weights == (2.0, 1.0)
+    assert lengths.mean == pytest.approx(2.0)
+    result = simulate(replace(ONE, answer_tokens=lengths), updates=200, warm_up=0)
+    assert result.trained_tokens / (200 * 64) == pytest.approx(2.0, rel=0.05)
 
 
 @pytest.mark.parametrize(

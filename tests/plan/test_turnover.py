@@ -166,9 +166,10 @@ def test_threads_are_simulated_as_before_samplers_came_and_went(
 ):
     """Numbers of the simulation without turnover (benchmarks/history/plans_2026_11.md); in the
     second row some requests wait until a sampler has room, which that one did not know either."""
-    told = simulate(replace(GOLDEN, **change), updates=30, warm_up=5, seed=3)
-    assert (told.wall_s, told.staleness_mean) == pytest.approx((wall_s, staleness), rel=1e-12)
-    assert (told.drawn_tokens, told.slot_occupancy) == pytest.approx((drawn, occupancy), rel=1e-12)
+    result = simulate(replace(GOLDEN, **change), updates=30, warm_up=5, seed=3)
+    assert (result.wall_s, result.staleness_mean) == pytest.approx((wall_s, staleness), rel=1e-12)
+    counted = result.drawn_tokens, result.slot_occupancy
+    assert counted == pytest.approx((drawn, occupancy), rel=1e-12)
 
 
 @pytest.mark.full
@@ -190,9 +191,9 @@ def test_in_turns_nobody_who_comes_or_goes_is_the_same_as_threads(pipeline):
 def test_the_trainer_waits_for_no_transfer():
     """A transfer of 2 s holds the next publish up where samplers are threads, and not here."""
     slow = replace(FLEET, max_staleness=8, update_s=0.7, tree=replace(TREE, num_bytes=4.0))
-    told = simulate(slow, updates=40, warm_up=10)
-    assert told.wait_publish_share == 0 and told.staleness_max <= 8
-    assert told.replaced_versions > 0, "a newer version replaced one that waited"
+    result = simulate(slow, updates=40, warm_up=10)
+    assert result.wait_publish_share == 0 and result.staleness_max <= 8
+    assert result.replaced_versions > 0, "a newer version replaced one that waited"
     threads = simulate(replace(slow, tree=None, transfer_s=2.0), updates=40, warm_up=10)
     assert threads.wait_publish_share > 0.5
 
@@ -312,14 +313,14 @@ def test_a_sampler_whose_first_weights_are_too_old_gets_newer_ones_before_it_cou
     assert fleet.running[number].version >= sending.version + 1
 
 
-def test_requests_handed_back_are_drawn_once_and_those_of_a_kill_again():
+def test_requests_handed_back_are_sampled_once_and_those_of_a_kill_again():
     leaves = Turnover(preempted_per_minute=20, start_s=1.0)
-    told = simulate(replace(FLEET, turnover=leaves), updates=60)
-    assert told.leaves > 10 and told.moved_answers > 0 and told.prefilled_again_tokens > 0
-    assert (told.kills, told.lost_tokens, told.begun_again_answers) == (0, 0, 0)
+    result = simulate(replace(FLEET, turnover=leaves), updates=60)
+    assert result.leaves > 10 and result.moved_answers > 0 and result.prefilled_again_tokens > 0
+    assert (result.kills, result.lost_tokens, result.begun_again_answers) == (0, 0, 0)
     killed = simulate(replace(FLEET, turnover=replace(leaves, handed_back_share=0)), updates=60)
     assert killed.kills > 10 and killed.lost_tokens > 0 and killed.moved_answers == 0
-    assert killed.wall_s > told.wall_s
+    assert killed.wall_s > result.wall_s
 
 
 def test_a_sampler_that_joins_takes_what_no_other_had_room_for():
@@ -354,9 +355,9 @@ def test_requests_of_a_sampler_that_has_left_may_overtake(first):
 
 def test_a_run_waits_for_a_sampler_and_goes_on_when_one_comes():
     changes = (FleetChange(at_s=1.0, leaves=4), FleetChange(at_s=50.0, joins=4))
-    told = simulate(replace(FLEET, turnover=Turnover(changes=changes)), updates=40, warm_up=0)
-    assert (told.leaves, told.joins) == (4, 4) and told.wall_s > 50
-    assert told.samplers_mean < 2
+    result = simulate(replace(FLEET, turnover=Turnover(changes=changes)), updates=40, warm_up=0)
+    assert (result.leaves, result.joins) == (4, 4) and result.wall_s > 50
+    assert result.samplers_mean < 2
     with pytest.raises(ConfigError, match=r"without any sampler for 49 s and ended"):
         simulate(replace(FLEET, turnover=Turnover(changes=changes, wait_s=10.0)), updates=40)
     with pytest.raises(ConfigError, match="no sampler is left and none will join"):

@@ -132,15 +132,15 @@ def test_a_step_between_slices_is_its_micro_batches_and_its_updates():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--num-slices", "0"], "give 1 or more"),
         (["--num-slices", "2", "--write", "x"], "leave out --write"),
         (["--num-slices", "2"], "Set mesh.samplers_in=external"),
     ],
 )
-def test_several_slices_that_cannot_be_planned_are_refused(tmp_path, capsys, words, said):
+def test_several_slices_that_cannot_be_planned_are_refused(tmp_path, capsys, words, message):
     file = tmp_path / "c.yaml"
     file.write_text("model: {architecture: {vocab: 512}}\n")
     assert main([str(file), "--topology", "v5e-8", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -169,21 +169,21 @@ def test_a_drag_looks_closer_at_all_charts_and_a_double_click_goes_back(page):
     shown, _ = page
     wait_for_lines(shown, 3)
     box = shown.locator(".stage .over").first.bounding_box()
-    asked: list[str] = []
-    shown.on("request", lambda r: asked.append(r.url) if "/api/curves" in r.url else None)
+    requested: list[str] = []
+    shown.on("request", lambda r: requested.append(r.url) if "/api/curves" in r.url else None)
     shown.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 40)
     shown.mouse.down()
     shown.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40, steps=5)
     shown.mouse.up()
     shown.wait_for_timeout(500)
-    (closer,) = [url for url in asked if "first=" in url]
+    (closer,) = [url for url in requested if "first=" in url]
     assert closer.count("run=") == 3, "one question for all runs"
     first = int(closer.partition("first=")[2].partition("&")[0])
     assert 10 <= first <= 40 and "from=" in shown.url
-    asked.clear()
+    requested.clear()
     shown.locator(".stage .over").first.dblclick()
     shown.wait_for_timeout(500)
-    assert "from=" not in shown.url and all("first=" not in url for url in asked)
+    assert "from=" not in shown.url and all("first=" not in url for url in requested)
 
 
 def test_the_x_axis_is_steps_tokens_or_time(page):
@@ -747,19 +747,19 @@ def report(tmp_path, request):
     evil = {"step": 119, "prompt": EVIL, "completion": EVIL, "reward": 0.5, "stop": EVIL}
     with (root / "samples.jsonl").open("a") as file:
         file.write(json.dumps(evil) + "\n")
-    path, wrong, asked = write_report(root), [], []
+    path, wrong, requested = write_report(root), [], []
     with playwright.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         options = {"viewport": {"width": 1280, "height": 760}} | getattr(request, "param", {})
         shown = browser.new_context(offline=True, **options).new_page()
         shown.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
         shown.on("pageerror", lambda error: wrong.append(str(error)))
-        shown.on("request", lambda r: asked.append(r.url))
+        shown.on("request", lambda r: requested.append(r.url))
         shown.goto(path.as_uri())
         yield shown
         browser.close()
     assert wrong == []
-    assert asked == [path.as_uri()], "nothing else is loaded"
+    assert requested == [path.as_uri()], "nothing else is loaded"
 
 
 def test_a_report_opened_as_a_file_shows_the_run_and_runs_no_text_of_a_sample(report):

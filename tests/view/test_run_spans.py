@@ -73,8 +73,8 @@ def test_evaluations_beside_the_trainer_are_one_lane_and_its_wait_for_one_is_not
     spans = read_spans(tmp_path)
     assert len(lane_of(spans, "evaluation").starts) == 3 and len(spans.lanes) == 2
     (lane,) = [lane for lane in spans.lanes if lane.name != "evaluation"]
-    drawn = [spans.kinds[kind] for kind in lane.kinds]
-    assert drawn == ["step", "wait for groups", "learn", "wait for the evaluation", "publish"]
+    shown_spans = [spans.kinds[kind] for kind in lane.kinds]
+    assert shown_spans == ["step", "wait for groups", "learn", "wait for the evaluation", "publish"]
     idle = [i for i, name in enumerate(spans.kinds) if name in IDLE]
     begin_s = lane.starts[0]
     assert lane.busy_s(begin_s, begin_s + 10.0, idle) == pytest.approx(3.0)
@@ -223,16 +223,16 @@ def test_thinning_covers_the_same_time_and_loses_no_span(given_spans, column_s):
     spans = sorted(given_spans)
     starts = np.array([s for s, _, _ in spans], np.float64)
     ends = np.array([s + length for s, length, _ in spans], np.float64)
-    drawn = thinned(starts, ends, np.array([k for *_, k in spans], np.int64), column_s)
-    assert sum(count for *_, count in drawn) == len(spans)
-    assert all(a[1] <= b[0] for a, b in pairwise(drawn)), "in order, apart"
+    shown_spans = thinned(starts, ends, np.array([k for *_, k in spans], np.int64), column_s)
+    assert sum(count for *_, count in shown_spans) == len(spans)
+    assert all(a[1] <= b[0] for a, b in pairwise(shown_spans)), "in order, apart"
     for second in np.arange(0.25, 70.0, 0.5):
         covered = bool(((starts < second) & (ends > second)).any())
-        shown = [d for d in drawn if d[0] < second < d[1]]
+        shown = [d for d in shown_spans if d[0] < second < d[1]]
         assert not covered or shown, "nothing that was busy is drawn as idle"
         gap = shown and not covered
         assert not gap or shown[0][1] - shown[0][0] < 2 * column_s + max(ends - starts)
-    for start, end, kind, _ in drawn:
+    for start, end, kind, _ in shown_spans:
         held = [(length, k) for s, length, k in spans if s >= start and s + length <= end]
         assert (max(held)[0], kind) in held, "it has the kind of the longest"
 

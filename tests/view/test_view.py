@@ -315,7 +315,7 @@ def test_an_adapter_has_the_common_log_and_starts(tmp_path):
     assert run.starts() == [{"started": 5.0, "host": "h"}]
 
 
-def test_a_run_that_goes_on_is_told_by_its_lock_without_taking_it(tmp_path):
+def test_a_running_run_is_recognized_by_its_lock_without_taking_it(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     if not Path("/proc/locks").exists():
         pytest.skip("no /proc/locks on this system")
