@@ -45,7 +45,7 @@ from jaxrl_async.endpoint.session_parts import (
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError, SessionEnded, SessionLimit
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.rollout.call_log import KeptAnswers, Trace, cut_completion
+from jaxrl_async.rollout.call_log import SavedAnswers, Trace, cut_completion
 from jaxrl_async.rollout.episode import SavedCalls, check_kept, make_request
 from jaxrl_async.rollout.episode_assembly import unplayed_episode
 from jaxrl_async.types import (
@@ -99,7 +99,7 @@ class PolicySession:
         bounds: SessionLimits,
         *,
         key: str | None = None,
-        kept: KeptAnswers | None = None,
+        kept: SavedAnswers | None = None,
         clock: Clock = time.monotonic,
         run_stops: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -123,7 +123,7 @@ class PolicySession:
         self._generate, self._run_stops = generate, run_stops
         self._lock = threading.Lock()
         self._trace, self._given, self._told_reward_key = Trace(), GivenRewards(), False
-        self._kept = kept or KeptAnswers()
+        self._kept = kept or SavedAnswers()
         self.ended: str | None = None  # the reason for its end; None: it is open
         self.exhausted: str | None = None  # the limit of calls or tokens that rejected a call
         self._refused: IntArray | None = None  # [prompt] of a call that left no room
@@ -314,7 +314,7 @@ class PolicySession:
     def drawing_s(self) -> float:
         """Return the time during which at least one of its calls was running, seconds."""
         with self._lock:
-            return self._times.drawing_s(draws=self._trace.num_drawing > 0)
+            return self._times.drawing_s(draws=self._trace.num_running > 0)
 
     def drawn_versions(self) -> IntArray:
         """Return the versions of the tokens of its finished calls, [drawn] int32."""
@@ -384,7 +384,7 @@ class PolicySession:
             self._check_open()
             self._check_limits(tokens)
             begun = self._trace.begin(tokens, voice)
-            if self._trace.num_drawing == 1:
+            if self._trace.num_running == 1:
                 self._times.began_drawing()
             request = make_request(
                 self.place.label, self.prompt, self.place.member, begun.number, tokens, self.limits
@@ -438,7 +438,7 @@ class PolicySession:
             waiting = self._waiting.pop(number, None)
             self._trace.cancel(number)
             self._counts = self._counts.plus(cancelled_calls=1)
-            self._times.used(stops_drawing=not self._trace.num_drawing)
+            self._times.used(stops_drawing=not self._trace.num_running)
         if waiting is not None:
             waiting[1].cancel()
 
@@ -450,11 +450,11 @@ class PolicySession:
                 self._counts = self._counts.plus(cancelled_calls=1)
                 raise self._end_error()
             self._trace.end(number, completion)
-            self._times.used(stops_drawing=not self._trace.num_drawing)
+            self._times.used(stops_drawing=not self._trace.num_running)
 
     def _remaining(self) -> tuple[float, str]:
         """Return the seconds until a time limit is reached, and its end reason."""
-        left = self._times.remaining(self.bounds, draws=self._trace.num_drawing > 0)
+        left = self._times.remaining(self.bounds, draws=self._trace.num_running > 0)
         return left if self.ended is None else (math.inf, "")
 
 
@@ -490,7 +490,7 @@ class Sessions:
         bounds: SessionLimits,
         *,
         key: str | None = None,
-        kept: KeptAnswers | None = None,
+        kept: SavedAnswers | None = None,
     ) -> PolicySession:
         """Open a session; its owner must call its `end`. Arguments as PolicySession.
 

@@ -1548,10 +1548,10 @@ GROUPS = (
         ("rollout/test_call_log.py",),
         (
             ("end + 1 - len(c.token_ids)", "end - len(c.token_ids)"),
-            ("self._voices.get(of.voice, None if taken else voice)", "voice"),
-            ("del left[place]", "pass"),
+            ("self._players.get(saved.voice, None if is_known else player)", "player"),
+            ("del left[index]", "pass"),
             ("key=lambda one: one[0]", "key=lambda one: -one[0]"),
-            ("of.begins[k] + len(of.completions[k].token_ids)", "of.begins[k]"),
+            ("saved.begins[k] + len(saved.completions[k].token_ids)", "saved.begins[k]"),
         ),
     ),
     Group(
