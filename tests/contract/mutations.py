@@ -333,9 +333,9 @@ GROUPS = (
             ("others = words & self._no_stops", "others = words"),
             ("words & self._no_ends & self._stops", "words & 0"),
             ("< self._least and others.any()", "< self._least"),
-            ("else [*alone, self.mask()]", "else [*alone, ~self.mask()]"),
+            ("else [*masks, self.mask()]", "else [*masks, ~self.mask()]"),
             ('if constraint.kind == "turn" else self._plain', "if False else self._plain"),
-            ("max_items_in_row=MOST_ITEMS", "max_items_in_row=2000"),
+            ("max_items_in_row=MAX_ITEMS", "max_items_in_row=2000"),
         ),
     ),
     Group(
