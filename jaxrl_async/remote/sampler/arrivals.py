@@ -143,7 +143,7 @@ class Arrivals:
             results[out.wire_id] = checked_completion(
                 answer,
                 out.given,
-                self._check.room,
+                self._check.limits,
                 newest=self._newest(),
                 stopped=out.stopped,
                 oldest=out.oldest,
@@ -165,7 +165,7 @@ class Arrivals:
 
     def _checked_drawn(self, partial: Partial, out: Outstanding) -> Partial:
         newest = self._newest()
-        room = self._check.room
+        room = self._check.limits
         return checked_drawn(partial, out.given, room, newest=newest, oldest=out.oldest)
 
     def _drawn(self, partials: tuple[Partial, ...]) -> dict[str, Partial]:
