@@ -31,7 +31,7 @@ from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config import schema
 from jaxrl_async.host import only_new_garbage
 from jaxrl_async.sampler.batch.admission import WaitingQueue
-from jaxrl_async.sampler.router.dealing import TALKS, Candidate, Dealer
+from jaxrl_async.sampler.router.dealing import CONVERSATIONS, Candidate, Dealer
 from jaxrl_async.sampler.router.job import RouterJob
 from jaxrl_async.trainer.credit import Credit, PassResults
 from jaxrl_async.trainer.data_metrics import drop_measures, group_measures
@@ -137,7 +137,7 @@ class LongDealing:
 
     def __init__(self) -> None:
         self._dealer, self._numbers = Dealer(), count()
-        for number in range(2 * TALKS // GROUP):
+        for number in range(2 * CONVERSATIONS // GROUP):
             self.deal(self.jobs(np.full(32, number, np.int32)))
 
     def jobs(self, prompt: IntArray) -> list[RouterJob]:
@@ -160,7 +160,7 @@ class LongDealing:
         """Deal requests to samplers that have room for all."""
         queue: WaitingQueue[RouterJob] = WaitingQueue()
         queue.add(job for job in jobs if self._dealer.may_wait(job, bool))
-        samplers = [Candidate(in_flight=0, places=len(jobs), slot=slot) for slot in (0, 1)]
+        samplers = [Candidate(in_flight=0, capacity=len(jobs), slot=slot) for slot in (0, 1)]
         shares = self._dealer.fill(queue, samplers)
         assert sum(map(len, shares.values())) == len(jobs)
 

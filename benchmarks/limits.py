@@ -245,7 +245,7 @@ def decode_step(model: str, repeats: int) -> tuple[float, float]:
             reserve=np.zeros(0, np.int32),
             num_reserve=np.int32(0),
             lengths=np.full(ROWS, LIVE, np.int32),
-            drawn=np.zeros(ROWS, np.int32),
+            num_sampled=np.zeros(ROWS, np.int32),
             tables=tables[:, None],
             steps=np.int32(steps),
         )

@@ -54,9 +54,9 @@ class AdapterGenerate:
         request_id = request.request_id.removeprefix(self._prefix)
         return replace(request, request_id=request_id, adapter="")
 
-    def _answer(self, drawn: "asyncio.Future[Completion]") -> "asyncio.Future[Completion]":
-        """Return a future of the completion without the prefix. Cancelling it cancels `drawn`."""
-        answer: asyncio.Future[Completion] = drawn.get_loop().create_future()
+    def _answer(self, inner: "asyncio.Future[Completion]") -> "asyncio.Future[Completion]":
+        """Return a future of the completion without the prefix. Cancelling it cancels `inner`."""
+        answer: asyncio.Future[Completion] = inner.get_loop().create_future()
 
         def pass_on(done: "asyncio.Future[Completion]") -> None:
             if answer.done():
@@ -73,8 +73,8 @@ class AdapterGenerate:
 
         def give_up(done: "asyncio.Future[Completion]") -> None:
             if done.cancelled():
-                drawn.cancel()
+                inner.cancel()
 
-        drawn.add_done_callback(pass_on)
+        inner.add_done_callback(pass_on)
         answer.add_done_callback(give_up)
         return answer

@@ -35,8 +35,8 @@ from jaxrl_async.run.folder import Paths, claimed, write_config
 from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.signals import Stop
 
-LOOK_S = 1.0
-"""Interval at which a waiting run checks how long the turn has been held, seconds."""
+CHECK_S = 1.0
+"""Interval at which a waiting run checks how long the lock has been held, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +68,10 @@ def assemble_several(
     """
     stop, lockstep = context.stop, context.lockstep
     checked, locks = check_runs(config, lockstep)
-    alone = config.model_copy(update={"runs": {}})
-    pairs = check_inputs(alone, lockstep, locks)[1] if config.warm_start.steps else None
+    shared_config = config.model_copy(update={"runs": {}})
+    pairs = check_inputs(shared_config, lockstep, locks)[1] if config.warm_start.steps else None
     config, paths = context.claim(config)
-    opened = {name: _opened(one, config, paths, context, closing) for name, one in checked.items()}
+    opened = {n: _open_run(one, config, paths, context, closing) for n, one in checked.items()}
     base, warm_metrics = _base(config, opened, pairs, paths, context.console, stop, lockstep)
 
     def count(fault: str, number: int = 1) -> None:
@@ -82,7 +82,7 @@ def assemble_several(
     slices = inputs.slices
     samplers = make_shared_samplers(config, base, slices, locks, count, run_probe_ids(inputs))
     closing.callback(samplers.router.close)
-    turns, parts = Turns(config.faults.watchdog_s), dict[str, Parts]()
+    lock, parts = StepLock(config.faults.watchdog_s), dict[str, Parts]()
     for name, one in opened.items():
         begun = RunStart(
             config=one.config,
@@ -96,10 +96,10 @@ def assemble_several(
             label=name,
         )
         keep = context.console.keep
-        told = Console(one.config.run.steps, stream=stream, live=False, keep=keep, name=name)
-        shared = SharedParts(sampling=samplers.of_run(name), turn=turns)
-        parts[name] = connect(begun, replace(context, console=told), closing, shared)
-    return parts, turns
+        console = Console(one.config.run.steps, stream=stream, live=False, keep=keep, name=name)
+        shared = SharedParts(sampling=samplers.of_run(name), turn=lock)
+        parts[name] = connect(begun, replace(context, console=console), closing, shared)
+    return parts, lock
 
 
 def check_runs(config: Config, lockstep: Lockstep) -> tuple[dict[str, CheckedRun], Locks]:
@@ -120,14 +120,14 @@ def check_runs(config: Config, lockstep: Lockstep) -> tuple[dict[str, CheckedRun
                     "a task that is played by a program needs its own endpoint, which is not "
                     "available when several adapters are trained in one run. Run it separately."
                 )
-            _check_alike(inputs, next(iter(checked.values())).inputs if checked else inputs)
+            _check_same_model(inputs, next(iter(checked.values())).inputs if checked else inputs)
         except ConfigError as error:
             raise ConfigError(f"runs.{name}: {error}") from error
         checked[name] = CheckedRun(config=own, inputs=inputs)
     return checked, locks
 
 
-def _check_alike(inputs: Inputs, first: Inputs) -> None:
+def _check_same_model(inputs: Inputs, first: Inputs) -> None:
     """Raise ConfigError unless a run has the same model and vocabulary as the first run."""
     if inputs.tokenizer.hf.get_vocab() != first.tokenizer.hf.get_vocab():
         raise ConfigError(
@@ -141,13 +141,13 @@ def _check_alike(inputs: Inputs, first: Inputs) -> None:
         )
 
 
-def _opened(
+def _open_run(
     one: CheckedRun, config: Config, paths: Paths, context: RunContext, closing: ExitStack
 ) -> OpenedRun:
     """Create or find the folder of one of several runs, and hold it until `closing`."""
-    there = config.run.resume and (paths.root / one.config.run.name).is_dir()
-    place = {"dir": str(paths.root), "resume": there, "resume_or_start": False}
-    run = one.config.run.model_copy(update=place)
+    exists = config.run.resume and (paths.root / one.config.run.name).is_dir()
+    changes = {"dir": str(paths.root), "resume": exists, "resume_or_start": False}
+    run = one.config.run.model_copy(update=changes)
     own = one.config.model_copy(update={"run": run})
     folder = closing.enter_context(claimed(run))
     write_config(own, folder)
@@ -161,7 +161,7 @@ def _opened(
         inputs=one.inputs,
         paths=folder,
         checkpoints=checkpoints,
-        continued=there,
+        continued=exists,
     )
 
 
@@ -194,7 +194,7 @@ def _base(
     return policy, warm_metrics
 
 
-class Turns:
+class StepLock:
     """A first-come, first-served lock. A run asks for it once its groups are ready, so the run
     whose batch is ready first steps next. No run waits for more than one step of each other run.
     """
@@ -203,19 +203,19 @@ class Turns:
         """limit_s: maximum time that a run may hold it while others wait, seconds; 0: no limit."""
         self._limit_s, self._clock = limit_s, clock
         self._lock = threading.Lock()
-        self._taken, self._since = False, 0.0
+        self._held, self._since = False, 0.0
         self._waiting: deque[threading.Event] = deque()
 
     def __enter__(self) -> None:
-        """Wait for the turn. Raises StalledError if another run does not release it."""
+        """Wait for the lock. Raises StalledError if another run does not release it."""
         with self._lock:
-            if not self._taken:
-                self._taken, self._since = True, self._clock()
+            if not self._held:
+                self._held, self._since = True, self._clock()
                 return
-            mine = threading.Event()
-            self._waiting.append(mine)
-        while not mine.wait(LOOK_S if self._limit_s else None):
-            self._give_up_late(mine)
+            event = threading.Event()
+            self._waiting.append(event)
+        while not event.wait(CHECK_S if self._limit_s else None):
+            self._check_wait(event)
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -223,15 +223,15 @@ class Turns:
             if self._waiting:
                 self._waiting.popleft().set()
             else:
-                self._taken = False
+                self._held = False
 
-    def _give_up_late(self, mine: threading.Event) -> None:
-        """Leave the queue and raise StalledError once the turn has been held for too long."""
+    def _check_wait(self, event: threading.Event) -> None:
+        """Leave the queue and raise StalledError once the lock has been held for too long."""
         with self._lock:
             held_s = self._clock() - self._since
-            if held_s < self._limit_s or mine.is_set():
+            if held_s < self._limit_s or event.is_set():
                 return
-            self._waiting.remove(mine)
+            self._waiting.remove(event)
         raise StalledError(
             f"another run has held the trainer's slice for {held_s:.0f} s while this one waits. "
             "Check which run made no step; raise faults.watchdog_s if it only needs longer."

@@ -4,8 +4,8 @@
     run NAME           run_threads(): the trainer, rollouts and watchdog of NAME, until it ends
     sampler, router    shared; they end with the last run
 
-The trainers step alternately (several/turns.py). A run that fails ends alone while the others
-continue; a sampler that fails permanently ends them all.
+The trainers step alternately (assemble_several.StepLock). A run that fails ends alone while the
+others continue; a sampler that fails permanently ends them all.
 """
 
 import logging
@@ -41,9 +41,9 @@ def run_several(config: Config, context: RunContext, stream: TextIO | None = Non
     """
     stop = context.stop
     with ExitStack() as closing:
-        parts, turn = assemble_several(config, context, closing, stream)
+        parts, lock = assemble_several(config, context, closing, stream)
         with only_new_garbage():
-            errors = run_all(parts, stop, turn)
+            errors = run_all(parts, stop, lock)
     write_spans()  # for the reports
     for folder in folders_of(config).values():
         if Paths(folder).metrics.exists():
@@ -56,10 +56,10 @@ def run_several(config: Config, context: RunContext, stream: TextIO | None = Non
         raise preempted(stop, versions)
 
 
-def run_all(runs: Mapping[str, Parts], stop: Stop, turn: DeviceGuard) -> dict[str, BaseException]:
+def run_all(runs: Mapping[str, Parts], stop: Stop, lock: DeviceGuard) -> dict[str, BaseException]:
     """Run all in parallel until each has ended; return the errors of the failed ones.
 
-    turn: held while a policy is assembled, on the slice where the others step.
+    lock: held while a policy is assembled, on the slice where the others step.
     """
     errors: dict[str, BaseException] = {}
 
@@ -68,12 +68,12 @@ def run_all(runs: Mapping[str, Parts], stop: Stop, turn: DeviceGuard) -> dict[st
             with exits_refused():
                 run_threads(parts, stop)
             if not stop.preempted:
-                with turn:
+                with lock:
                     parts.save_policy()
         except BaseException as error:
             errors[name] = error
-            known = isinstance(error, JaxrlError)
-            log.error("run %s failed: %s", name, error, exc_info=None if known else error)
+            expected = isinstance(error, JaxrlError)
+            log.error("run %s failed: %s", name, error, exc_info=None if expected else error)
 
     threads = [
         threading.Thread(target=run, args=one, name=f"run {one[0]}", daemon=True)

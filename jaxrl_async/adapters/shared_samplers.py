@@ -44,7 +44,7 @@ class SharedSamplers:
         """Return a function that adds the run of this name: its adapter gets a slot in each
         sampler and a separate channel."""
 
-        def take_in(
+        def add_run(
             own: Config,
             inputs: Inputs,
             weights: VersionedParams,
@@ -64,7 +64,7 @@ class SharedSamplers:
                 named=AdapterGenerate(name, self.router),
             )
 
-        return take_in
+        return add_run
 
 
 def make_shared_samplers(

@@ -217,9 +217,9 @@ void attend_together(const std::vector<Group>& groups, const std::vector<Segment
 void add_pages(const float* keys, const float* values, const int32_t* table, int64_t head,
                int64_t begin, int64_t end, const Shape& s, std::vector<Segment>& segments) {
   for (int64_t i = begin / s.G; i * s.G < end; ++i) {
-    const int64_t place = (table[i] * s.N + head) * s.K * s.G, first = i * s.G;
+    const int64_t offset = (table[i] * s.N + head) * s.K * s.G, first = i * s.G;
     segments.push_back(
-        {keys + place, values + place, s.G, s.K, first, std::min(s.G, end - first)});
+        {keys + offset, values + offset, s.G, s.K, first, std::min(s.G, end - first)});
   }
 }
 
@@ -253,10 +253,10 @@ void attend_row(const NewToken& token, int64_t r, int64_t first, int64_t last, c
   groups.clear();
   const int64_t column = position % s.G;
   for (int64_t head = first; head < last; ++head) {
-    const int64_t place = (table[position / s.G] * s.N + head) * s.K * s.G;
+    const int64_t offset = (table[position / s.G] * s.N + head) * s.K * s.G;
     for (int64_t d = 0; d < s.K; ++d)
-      pages.keys[place + d * s.G + column] = token.k[head * s.K + d];
-    std::memcpy(pages.values + place + column * s.K, token.v + head * s.K, s.K * sizeof(float));
+      pages.keys[offset + d * s.G + column] = token.k[head * s.K + d];
+    std::memcpy(pages.values + offset + column * s.K, token.v + head * s.K, s.K * sizeof(float));
     for (int64_t h = head * g; h < (head + 1) * g; h += kQueries) {
       Group group;
       group.count = static_cast<int>(std::min<int64_t>(kQueries, (head + 1) * g - h));
@@ -362,10 +362,10 @@ ffi::Error attend_new(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
     group.count = 0;
     for (int64_t i = task.first; i < until; ++i)
       for (int64_t h = head * g; h < (head + 1) * g; ++h) {
-        const int64_t place = ((begin + i) * s.H + h) * s.K;
-        group.queries[group.count++] = {q.typed_data() + place, start + i,
+        const int64_t offset = ((begin + i) * s.H + h) * s.K;
+        group.queries[group.count++] = {q.typed_data() + offset, start + i,
                                         sinks.element_count() ? sinks.typed_data() + h : nullptr,
-                                        out->typed_data() + place};
+                                        out->typed_data() + offset};
         if (group.count == kQueries || (i + 1 == until && h + 1 == (head + 1) * g)) {
           segments.back().count = i + 1 - from;  // up to the last query's own token
           attend_together(one, segments, s);

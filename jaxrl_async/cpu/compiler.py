@@ -12,18 +12,18 @@ class NotBuiltError(Exception):
     """The library of kernels does not exist and cannot be built."""
 
 
-def is_written_for_this() -> bool:
+def is_supported() -> bool:
     """Return whether the kernels support this kind of processor."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def compiler_here() -> str:
     """Return the compiler that builds the kernels. Raises NotBuiltError."""
-    if not is_written_for_this():
+    if not is_supported():
         raise NotBuiltError(f"they need x86-64, but this machine is {platform.machine()}")
-    named = os.environ.get("CXX", "")
-    wanted = (named,) if named else COMPILERS
-    compiler = next(filter(None, map(shutil.which, wanted)), None)
+    chosen = os.environ.get("CXX", "")
+    names = (chosen,) if chosen else COMPILERS
+    compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
-        raise NotBuiltError(f"none of {', '.join(wanted)} is installed")
+        raise NotBuiltError(f"none of {', '.join(names)} is installed")
     return compiler

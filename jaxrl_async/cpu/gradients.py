@@ -35,8 +35,8 @@ def flash(
     of scores is in memory at a time. Padding gets zeros. The backward pass computes scores again,
     from the log of each query's sum (Dao et al. 2022, arXiv:2205.14135, app. B).
     """
-    how = _How(scoring, in_tree=False)
-    out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, or_none(sinks_H), how)
+    kind = _Kind(scoring, in_tree=False)
+    out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, segment_ids_BT, or_none(sinks_H), kind)
     return out
 
 
@@ -51,12 +51,12 @@ def tree_flash(
     """Attend like `flash`, for contexts that share prefixes (attention.tree_reference): a block of
     queries computes its scores for panels of 32 keys with any visible key. Padding sees itself. A
     window needs positions in the extent, [B, T, 2]."""
-    how = _How(scoring, in_tree=True)
-    out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, extent_BT, or_none(sinks_H), how)
+    kind = _Kind(scoring, in_tree=True)
+    out: Array = _flash(q_BTHK, k_BTNK, v_BTNK, extent_BT, or_none(sinks_H), kind)
     return out
 
 
-class _How(NamedTuple):
+class _Kind(NamedTuple):
     """The settings of an attention that are not arrays."""
 
     scoring: Scoring
@@ -67,44 +67,44 @@ class _How(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _flash(q: Array, k: Array, v: Array, extent: Array, sinks: Array, how: _How) -> Array:
-    return _forward(q, k, v, extent, sinks, how)[0]
+def _flash(q: Array, k: Array, v: Array, extent: Array, sinks: Array, kind: _Kind) -> Array:
+    return _forward(q, k, v, extent, sinks, kind)[0]
 
 
 def _forward(
-    q: Array, k: Array, v: Array, extent: Array, sinks: Array, how: _How
+    q: Array, k: Array, v: Array, extent: Array, sinks: Array, kind: _Kind
 ) -> tuple[Array, Array]:
     """Return the output, and the log of each query's sum [B, H, T]."""
     B, T, H, _ = q.shape
     results = (Floats(q.shape, jnp.float32), Floats((B, H, T), jnp.float32))
     call = jax.ffi.ffi_call(target_of("flash"), results)
-    out, sums = call(q, k, v, extent, sinks, **how.attributes(q))
+    out, sums = call(q, k, v, extent, sinks, **kind.attributes(q))
     return out, sums
 
 
 def _flash_forward(
-    q: Array, k: Array, v: Array, extent: Array, sinks: Array, how: _How
+    q: Array, k: Array, v: Array, extent: Array, sinks: Array, kind: _Kind
 ) -> tuple[Array, tuple[Array, ...]]:
-    out, sums = _forward(q, k, v, extent, sinks, how)
+    out, sums = _forward(q, k, v, extent, sinks, kind)
     out, sums = checkpoint_name(out, ATTENDED), checkpoint_name(sums, ATTENDED)
     return out, (q, k, v, extent, sinks, out, sums)
 
 
 def _flash_backward(
-    how: _How, kept: tuple[Array, ...], grad: Array
+    kind: _Kind, kept: tuple[Array, ...], grad: Array
 ) -> tuple[Array, Array, Array, None, Array]:
     q, k, v, extent, sinks, out, sums = kept
     results = tuple(Floats(x.shape, jnp.float32) for x in (q, k, v))
     call = jax.ffi.ffi_call(target_of("flash_back"), results)
-    dq, dk, dv = call(q, k, v, extent, out, sums, grad, **how.attributes(q))
-    of_sinks = jnp.zeros_like(sinks)
+    dq, dk, dv = call(q, k, v, extent, out, sums, grad, **kind.attributes(q))
+    dsinks = jnp.zeros_like(sinks)
     if sinks.size:  # a sink's share times its query's expected gradient; it has no value
         expected = jnp.einsum("bthk,bthk->bht", grad, out)
         share = jnp.exp(sinks[:, None] - sums)
-        if not how.in_tree:  # in a tree, padding's output has no gradient, and its share adds 0
+        if not kind.in_tree:  # in a tree, padding's output has no gradient, and its share adds 0
             share = jnp.where(extent[:, None] > 0, share, 0.0)
-        of_sinks = -jnp.einsum("bht,bht->h", share, expected)
-    return dq, dk, dv, None, of_sinks
+        dsinks = -jnp.einsum("bht,bht->h", share, expected)
+    return dq, dk, dv, None, dsinks
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
@@ -117,11 +117,11 @@ def multiplied(x: Array, weight: Array) -> Array:
     return multiply(x, weight)
 
 
-def multiply(a: Array, b: Array, *, turns_a: bool = False, turns_b: bool = False) -> Array:
+def multiply(a: Array, b: Array, *, transpose_a: bool = False, transpose_b: bool = False) -> Array:
     """Return the product a b of matrices, each optionally transposed."""
-    result = Floats((a.shape[int(turns_a)], b.shape[int(not turns_b)]), jnp.float32)
+    result = Floats((a.shape[int(transpose_a)], b.shape[int(not transpose_b)]), jnp.float32)
     call = jax.ffi.ffi_call(target_of("multiply"), result, vmap_method="sequential")
-    out: Array = call(a, b, turns_a=turns_a, turns_b=turns_b)
+    out: Array = call(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
     return out
 
 
@@ -131,7 +131,7 @@ def _multiply_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Arra
 
 def _multiply_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, weight = kept
-    return multiply(grad, weight, turns_b=True), multiply(x, grad, turns_a=True)
+    return multiply(grad, weight, transpose_b=True), multiply(x, grad, transpose_a=True)
 
 
 multiplied.defvjp(_multiply_forward, _multiply_backward)

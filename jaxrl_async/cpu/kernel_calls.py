@@ -25,13 +25,13 @@ def packed(weight: Array) -> Array:
     m inputs of an output are adjacent: 1 in float32, 2 in bfloat16, 4 in int8. int8 values are
     stored as uint8, increased by 128.
     """
-    together = {2: 2, 1: 4}.get(weight.dtype.itemsize, 1)
+    adjacent = {2: 2, 1: 4}.get(weight.dtype.itemsize, 1)
     outputs, inputs = weight.shape
-    whole = jnp.pad(weight, ((0, -outputs % PANEL), (0, -inputs % together)))
+    padded = jnp.pad(weight, ((0, -outputs % PANEL), (0, -inputs % adjacent)))
     if weight.dtype == jnp.int8:
-        whole = (whole.astype(jnp.int32) + 128).astype(jnp.uint8)
-    parts = whole.reshape(-1, PANEL, whole.shape[1] // together, together)
-    return jnp.swapaxes(parts, 1, 2).reshape(parts.shape[0], parts.shape[2], PANEL * together)
+        padded = (padded.astype(jnp.int32) + 128).astype(jnp.uint8)
+    parts = padded.reshape(-1, PANEL, padded.shape[1] // adjacent, adjacent)
+    return jnp.swapaxes(parts, 1, 2).reshape(parts.shape[0], parts.shape[2], PANEL * adjacent)
 
 
 def packed_product(

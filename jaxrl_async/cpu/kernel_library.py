@@ -23,7 +23,7 @@ from pathlib import Path
 
 import jax
 
-from jaxrl_async.cpu.compiler import NotBuiltError, compiler_here, is_written_for_this
+from jaxrl_async.cpu.compiler import NotBuiltError, compiler_here, is_supported
 from jaxrl_async.errors import in_a_line
 from jaxrl_async.private_folder import (
     check_own_file,
@@ -84,15 +84,15 @@ def kernels_are_there(kernels: CpuKernels) -> bool:
 def multiplies_in_parts() -> bool:
     """Return whether TRAINING multiplies float32 matrices on the processor's matrix unit (AMX). The
     processor, the build and Linux must support it."""
-    return kernels_are_there(TRAINING) and bool(_loaded(TRAINING).jaxrl_async_multiplies_in_parts())
+    return kernels_are_there(TRAINING) and bool(_load(TRAINING).jaxrl_async_multiplies_in_parts())
 
 
 @functools.cache
 def _are_there(kernels: CpuKernels) -> bool:
-    if not is_written_for_this():
+    if not is_supported():
         return False  # without a warning: users cannot change it
     try:
-        library = _loaded(kernels)
+        library = _load(kernels)
     except NotBuiltError as error:
         _warn(in_a_line(error), "Install g++ (Debian: apt-get install g++)")
         return False
@@ -106,14 +106,14 @@ def _are_there(kernels: CpuKernels) -> bool:
 
 
 @functools.cache
-def _loaded(kernels: CpuKernels) -> ctypes.CDLL:
+def _load(kernels: CpuKernels) -> ctypes.CDLL:
     """Load a library; build it unless a valid one exists. Raises NotBuiltError, OSError."""
     compiler = compiler_here()
     name = f"{_key(kernels, compiler)}.so"
     for folder in readable_folders("kernels"):
         path = folder / name
         try:
-            return _opened(_sound(path), path, kernels)
+            return _open(_valid_content(path), path, kernels)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -122,23 +122,23 @@ def _loaded(kernels: CpuKernels) -> ctypes.CDLL:
     for last in (False, True):  # another process may have replaced one of the two files meanwhile
         _compile(compiler, Path(__file__).with_name(kernels.files[0]), path)
         try:
-            return _opened(_sound(path), path, kernels)
+            return _open(_valid_content(path), path, kernels)
         except OSError as error:
             if last:
-                why = f"the output of {compiler} cannot be used: {in_a_line(error)}"
-                raise NotBuiltError(why) from error
+                reason = f"the output of {compiler} cannot be used: {in_a_line(error)}"
+                raise NotBuiltError(reason) from error
     raise AssertionError("the last try returns or raises")
 
 
-def _sound(path: Path) -> bytes:
+def _valid_content(path: Path) -> bytes:
     """Return the content of a library that this user's processes wrote, unchanged since. Raises
     OSError; FileNotFoundError if it does not exist."""
     content = _own_content(path)
     try:
-        wanted = _own_content(_sum_of(path))
+        expected = _own_content(_sum_of(path))
     except FileNotFoundError:
         raise OSError(f"{_sum_of(path).name} does not exist") from None
-    if wanted != _sum(content):
+    if expected != _sum(content):
         raise OSError("it is damaged: its sha256 differs from the one in the .sha256 file")
     return content
 
@@ -149,7 +149,7 @@ def _own_content(path: Path) -> bytes:
         return file.read()
 
 
-def _opened(content: bytes, path: Path, kernels: CpuKernels) -> ctypes.CDLL:
+def _open(content: bytes, path: Path, kernels: CpuKernels) -> ctypes.CDLL:
     """Load a library from memory, which later changes of its file do not affect; from the file if
     the system cannot load from memory. Raises OSError."""
     try:
@@ -180,12 +180,12 @@ def _sum(content: bytes) -> bytes:
 
 
 @functools.cache
-def _warn(why: str, advice: str) -> None:
+def _warn(reason: str, advice: str) -> None:
     """Log once why the kernels are missing; usually neither library can be built."""
     _log.warning(
         "the CPU kernels cannot be built, XLA's programs are used instead: %s. %s, or set "
         "sampler.cpu_kernels and trainer.cpu_kernels to false to silence this warning.",
-        why,
+        reason,
         advice,
     )
 
@@ -209,22 +209,22 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("flags", "model name", "cpu family", "model\t")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    prefixes = ("flags", "model name", "cpu family", "model\t")
+    return "\n".join(sorted({line for line in lines if line.startswith(prefixes)}))
 
 
 def _compile(compiler: str, source: Path, path: Path) -> None:
     """Write the library and its sum, each atomically; the sum first, so a new library always has
     one. Processes that build concurrently write the same files."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
+        built = Path(folder) / path.name
         words = [
             compiler,
             *OPTIONS,
             f"-isystem{jax.ffi.include_dir()}",
             str(source),
             "-o",
-            str(made),
+            str(built),
         ]
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
@@ -232,6 +232,6 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
             raise NotBuiltError(f"{compiler} took more than {LIMIT_S:.0f} s") from error
         if done.returncode:
             raise NotBuiltError(f"{compiler} failed: {' '.join(done.stderr.split())[:200]}")
-        content = made.read_bytes()
+        content = built.read_bytes()
     write_whole(_sum_of(path), _sum(content))
     write_whole(path, content)

@@ -258,16 +258,17 @@ void multiply_in_parts(ffi::ThreadPool& pool, const Matrix& left, const Matrix& 
     }
 }
 
-// Arguments: a [M, K] (or [K, M] with turns_a), b [K, N] (or [N, K] with turns_b). Result: [M, N].
+// Arguments: a [M, K] (or [K, M] with transpose_a), b [K, N] (or [N, K] with transpose_b).
+// Result: [M, N].
 ffi::Error multiply_floats(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> a, ffi::Buffer<ffi::F32> b,
-                           ffi::ResultBuffer<ffi::F32> y, bool turns_a, bool turns_b) {
+                           ffi::ResultBuffer<ffi::F32> y, bool transpose_a, bool transpose_b) {
   const auto of_a = a.dimensions(), of_b = b.dimensions(), of_y = y->dimensions();
-  const int64_t M = of_a[turns_a], K = of_a[!turns_a], N = of_b[!turns_b];
-  if (of_b[turns_b] != K || of_y[0] != M || of_y[1] != N)
+  const int64_t M = of_a[transpose_a], K = of_a[!transpose_a], N = of_b[!transpose_b];
+  if (of_b[transpose_b] != K || of_y[0] != M || of_y[1] != N)
     return ffi::Error::InvalidArgument("multiply: shapes do not fit");
   if (!has_tiles()) return ffi::Error::InvalidArgument("multiply: there is no matrix unit");
-  const Matrix left{a.typed_data(), of_a[0], of_a[1], of_a[1], turns_a};
-  const Matrix right{b.typed_data(), of_b[0], of_b[1], of_b[1], turns_b};
+  const Matrix left{a.typed_data(), of_a[0], of_a[1], of_a[1], transpose_a};
+  const Matrix right{b.typed_data(), of_b[0], of_b[1], of_b[1], transpose_b};
   multiply_in_parts(pool, left, right, M, K, N, y->typed_data());
   return ffi::Error::Success();
 }

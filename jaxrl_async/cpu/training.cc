@@ -108,7 +108,7 @@ struct Run {
   int64_t row, begin, length;
 };
 
-// The visibility of tokens [B, T]: the place in the row up to which (exclusive) a token is visible,
+// The visibility of tokens [B, T]: the index in the row up to which (exclusive) a token is visible,
 // and its position, for windows.
 struct Extents {
   std::vector<int32_t> until, positions;
@@ -143,8 +143,8 @@ Extents of_tree(const int32_t* extent, int64_t columns, const Heads& s) {
   found.until.resize(s.B * s.T), found.positions.resize(s.B * s.T);
   for (int64_t b = 0; b < s.B; ++b)
     for (int64_t t = 0, end; t < s.T; t = end) {
-      const auto bounded = [&](int64_t place, int64_t most) {
-        return std::clamp<int64_t>(extent[(b * s.T + place) * columns], place + 1, most);
+      const auto bounded = [&](int64_t index, int64_t most) {
+        return std::clamp<int64_t>(extent[(b * s.T + index) * columns], index + 1, most);
       };
       end = bounded(t, s.T);
       if (end == t + 1)  // padding: adjacent tokens that see only themselves share a block
@@ -173,7 +173,7 @@ struct Block {
   int64_t end(int64_t row) const { return width - kPanel + row + 1; }
 };
 
-// The visibility of a run's tokens; places are relative to the run.
+// The visibility of a run's tokens; indices are relative to the run.
 class Sight {
  public:
   // Read the next run. It is padded to a whole panel with keys that no query sees.
@@ -215,14 +215,14 @@ class Sight {
     else
       for (int64_t t = 0; t < end; ++t)
         scores[t] = s.cap * std::tanh(scores[t] * s.scale / s.cap);
-    const int32_t place = static_cast<int32_t>(block.begin + row);
-    const int32_t before = window_ ? positions_[place] - static_cast<int32_t>(window_) : INT32_MIN;
+    const int32_t index = static_cast<int32_t>(block.begin + row);
+    const int32_t before = window_ ? positions_[index] - static_cast<int32_t>(window_) : INT32_MIN;
     for (const Span& span : block.spans) {
       const int32_t* until = until_.data() + span.first_key;
       const int32_t* position = positions_.data() + span.first_key;
       float* of_span = scores + span.column;
       for (int64_t t = 0; t < std::min(span.keys, end - span.column); ++t)
-        of_span[t] = (until[t] > place) & (position[t] > before) ? of_span[t] : kUnseen;
+        of_span[t] = (until[t] > index) & (position[t] > before) ? of_span[t] : kUnseen;
     }
   }
 
@@ -316,9 +316,9 @@ ffi::Error flash(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi:
     sight.read(extents, run, s);
     for (int64_t i = 0; i < L; i += kQueries) {
       sight.find(i, block);
-      const int64_t place = s.query(run.row, run.begin + i, h);
+      const int64_t offset = s.query(run.row, run.begin + i, h);
       for (const Span& at : block.spans)
-        multiply({q.typed_data() + place, s.H * s.K, 1}, block.rows,
+        multiply({q.typed_data() + offset, s.H * s.K, 1}, block.rows,
                  keys.data() + at.first_key * s.K, kPanel * s.K, at.keys / kPanel, s.K,
                  scores.data() + at.column, ld, true);
       float shares[kQueries];
@@ -340,7 +340,7 @@ ffi::Error flash(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi:
                  values.data() + at.first_key * kPanel, L * kPanel, panels,
                  std::min(at.keys, L - at.first_key), sum.data(), panels * kPanel, !at.column);
       for (int64_t r = 0; r < block.rows; ++r) {
-        float* to = out->typed_data() + place + r * s.H * s.K;
+        float* to = out->typed_data() + offset + r * s.H * s.K;
         const float* row = sum.data() + r * panels * kPanel;
         for (int64_t d = 0; d < s.K; ++d) to[d] = row[d] * shares[r];
       }
@@ -409,8 +409,8 @@ ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
     for (int64_t i = 0; i < L; i += kQueries) {
       sight.find(i, block);
       for (int64_t h = n * group; h < (n + 1) * group; ++h) {
-        const int64_t place = s.query(run.row, run.begin + i, h), step = s.H * s.K;
-        const float *q_at = q.typed_data() + place, *grad_at = grad.typed_data() + place;
+        const int64_t offset = s.query(run.row, run.begin + i, h), step = s.H * s.K;
+        const float *q_at = q.typed_data() + offset, *grad_at = grad.typed_data() + offset;
         lay_rows(q_at, step, block.rows, s.K, queries);
         lay_rows(grad_at, step, block.rows, s.K, above);
         for (const Span& at : block.spans) {
@@ -422,7 +422,7 @@ ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
         for (int64_t r = 0; r < block.rows; ++r)
           score_gradient(scores.data() + r * ld, grads.data() + r * ld, sight, block, r,
                          sums.typed_data()[s.number(run.row, run.begin + i + r, h)],
-                         dot_of(grad_at + r * step, out.typed_data() + place + r * step, s.K), s);
+                         dot_of(grad_at + r * step, out.typed_data() + offset + r * step, s.K), s);
         for (const Span& at : block.spans) {
           const int64_t seen = std::min(at.keys, L - at.first_key), to = at.first_key * width;
           multiply({grads.data() + at.column, ld, 1}, block.rows,
@@ -434,7 +434,7 @@ ffi::Error flash_back(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
                    panels, block.rows, of_values.data() + to, width, false);
         }
         for (int64_t r = 0; r < block.rows; ++r)
-          std::memcpy(dq->typed_data() + place + r * step, sum.data() + r * width,
+          std::memcpy(dq->typed_data() + offset + r * step, sum.data() + r * width,
                       s.K * sizeof(float));
       }
     }
@@ -521,8 +521,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_multiply, multiply_floats,
                                   .Arg<Floats>()
                                   .Arg<Floats>()
                                   .Ret<Floats>()
-                                  .Attr<bool>("turns_a")
-                                  .Attr<bool>("turns_b"));
+                                  .Attr<bool>("transpose_a")
+                                  .Attr<bool>("transpose_b"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxrl_async_flash, flash,
                               ffi::Ffi::Bind()

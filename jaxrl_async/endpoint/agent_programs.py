@@ -44,7 +44,7 @@ from jaxrl_async.metrics.fault_counts import UnderWay
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.rollout import Reply
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.rollout.call_log import KeptAnswers
+from jaxrl_async.rollout.call_log import SavedAnswers
 from jaxrl_async.rollout.command_groups import COMMANDS
 from jaxrl_async.rollout.episode import SavedCalls
 from jaxrl_async.rollout.episode_assembly import NOTHING
@@ -189,7 +189,7 @@ class ProgramMember:
         """
         programs, clock = self._programs, asyncio.get_running_loop().time
         played = SessionMember(prompt=prompt, label=label, index=member)
-        kept, self._kept = KeptAnswers(self._kept), ()
+        kept, self._kept = SavedAnswers(self._kept), ()
         session = programs.sessions.open(generate, played, limits, programs.bounds, kept=kept)
         self._session = session
         started = clock()

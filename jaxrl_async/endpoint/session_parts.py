@@ -226,7 +226,7 @@ def call_number(label: str, call: str, trace: Trace) -> int:
     label: of its session.
     """
     number = call.removeprefix(f"{label}/t")
-    if not number.isdecimal() or not trace.drew(int(number)):
+    if not number.isdecimal() or not trace.has_output(int(number)):
         raise RolloutError(
             f"session {label}: {call[:60]!r} is not a call that has sampled tokens. Use the id of "
             "one of this session's completions."

@@ -45,7 +45,7 @@ from jaxrl_async.endpoint.session_parts import (
 from jaxrl_async.errors import Closed, JaxrlError, RolloutError, SessionEnded, SessionLimit
 from jaxrl_async.ports.generate import Generate
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.rollout.call_log import KeptAnswers, Trace, cut_completion
+from jaxrl_async.rollout.call_log import SavedAnswers, Trace, cut_completion
 from jaxrl_async.rollout.episode import SavedCalls, check_kept, make_request
 from jaxrl_async.rollout.episode_assembly import unplayed_episode
 from jaxrl_async.types import (
@@ -99,7 +99,7 @@ class PolicySession:
         bounds: SessionLimits,
         *,
         key: str | None = None,
-        kept: KeptAnswers | None = None,
+        kept: SavedAnswers | None = None,
         clock: Clock = time.monotonic,
         run_stops: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -123,7 +123,7 @@ class PolicySession:
         self._generate, self._run_stops = generate, run_stops
         self._lock = threading.RLock()
         self._trace, self._rewards, self._reward_key_taken = Trace(), GivenRewards(), False
-        self._kept = kept or KeptAnswers()
+        self._kept = kept or SavedAnswers()
         self.ended: str | None = None  # the reason for its end; None: it is open
         self.exhausted: str | None = None  # the limit of calls or tokens that rejected a call
         self._refused: IntArray | None = None  # [prompt] of a call that left no room
@@ -305,7 +305,7 @@ class PolicySession:
     def sampling_s(self) -> float:
         """Return the time during which at least one of its calls was running, seconds."""
         with self._lock:
-            return self._times.sampling_s(samples=self._trace.num_drawing > 0)
+            return self._times.sampling_s(samples=self._trace.num_running > 0)
 
     def sampled_versions(self) -> IntArray:
         """Return the versions of the tokens of its finished calls, [tokens] int32."""
@@ -375,7 +375,7 @@ class PolicySession:
             self._check_open()
             self._check_limits(tokens)
             begun = self._trace.begin(tokens, player)
-            if self._trace.num_drawing == 1:
+            if self._trace.num_running == 1:
                 self._times.began_sampling()
             request = make_request(
                 self.member.label, self.prompt, self.member.index, begun.number, tokens, self.limits
@@ -418,14 +418,14 @@ class PolicySession:
             else:  # its tokens are not used
                 self._trace.cancel(number)
                 self._counts = self._counts.plus(cancelled_calls=1)
-            self._times.used(stops_sampling=not self._trace.num_drawing)
+            self._times.used(stops_sampling=not self._trace.num_running)
             if completion is not None and self.ended is not None:
                 raise self._end_error()
 
     def _remaining(self) -> tuple[float, str]:
         """Return the seconds until a time limit is reached, and its end reason."""
         with self._lock:
-            remaining = self._times.remaining(self.bounds, samples=self._trace.num_drawing > 0)
+            remaining = self._times.remaining(self.bounds, samples=self._trace.num_running > 0)
             return remaining if self.ended is None else (math.inf, "")
 
 
@@ -461,7 +461,7 @@ class Sessions:
         bounds: SessionLimits,
         *,
         key: str | None = None,
-        kept: KeptAnswers | None = None,
+        kept: SavedAnswers | None = None,
     ) -> PolicySession:
         """Open a session; its owner must call its `end`. Arguments as PolicySession.
 

@@ -67,7 +67,7 @@ class PlayerEndpoint:
             count=partial(self._count, "player_busy"),
         )
 
-        async def unless_away() -> JudgeReply:
+        async def attempt() -> JudgeReply:
             try:
                 outcome = await run_async(lambda: ask(body), limit_s)
             except TooLate:
@@ -78,8 +78,8 @@ class PlayerEndpoint:
             reply: JudgeReply = outcome.get()
             return reply
 
-        who = f"{self._path} at {filling.endpoint}"
-        return await self._outages.until_answered(who, unless_away)
+        service = f"{self._path} at {filling.endpoint}"
+        return await self._outages.until_answered(service, attempt)
 
     def close(self) -> None:
         """Close the connections. Idempotent."""

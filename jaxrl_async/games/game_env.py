@@ -1,9 +1,9 @@
 """A game of several seats as one member of a group. Each seat of the policy becomes an episode.
 
-    Game.reset/step ──who moves, its messages──> seats of the policy ──Request──> sampler
+    Game.reset/step ──seats that move, their messages──> seats of the policy ──Request──> sampler
           ^                                      seats of others     ──Player.answer
           └─────────────── messages ───────────────────┘
-    at the end: an Episode for each seat of the policy, with peers that say whom it is compared with
+    at the end: an Episode for each seat of the policy, with the peers that it is compared with
 
 Seats that move in the same round are sampled at the same time. Generated tokens are never tokenised
 again; a seat whose history the chat format rewrites gets a new context. A turn that is cut off by a
@@ -81,19 +81,19 @@ class _Seat:
     tokens: IntArray = field(default_factory=lambda: NOTHING)  # of the current context
     turns: list[Turn] = field(default_factory=list)
     calls: list[tuple[IntArray, IntArray]] = field(default_factory=list)  # for branch_after
-    moved: int = 0  # turns so far, by any player
-    asked: int = 0  # messages before its own first one
+    num_turns: int = 0  # turns so far, by any player
+    num_opening: int = 0  # messages before its own first one
     stop: StopReason = StopReason.EOS
     early: Score = field(default_factory=lambda: Score(reward=0.0))  # before its first turn
 
-    def say(self, message: Message) -> None:
+    def add_message(self, message: Message) -> None:
         """Add the seat's own message to its conversation."""
-        if not self.moved:
-            self.asked = len(self.messages)
+        if not self.num_turns:
+            self.num_opening = len(self.messages)
         self.messages.append(message)
-        self.moved += 1
+        self.num_turns += 1
 
-    def earn(self, reward: float, parts: Mapping[str, float]) -> None:
+    def credit(self, reward: float, parts: Mapping[str, float]) -> None:
         """Credit a reward to the seat's last turn; before its first turn, to the whole episode."""
         if not self.turns:
             self.early = sum_of(self.early, reward, parts)
@@ -127,17 +127,17 @@ class GameEnvs:
         """Make the member that plays this prompt."""
         return GameMember(self)
 
-    async def begun(self, prompt: Prompt) -> tuple[Game, Round]:
+    async def begin(self, prompt: Prompt) -> tuple[Game, Round]:
         """Make a game and reset it, with at most env.retries retries. Raises RolloutError."""
 
-        async def once() -> CallOutcome:
+        async def attempt() -> CallOutcome:
             game = value_of(await self.chat.call(self.make), "constructor")
             outcome = await self.chat.call(game.reset, record_of(prompt))
             if outcome.error is not None:
                 await self.chat.call(game.close)
             return CallOutcome((game, outcome.value), outcome.error)
 
-        outcome = await self.chat.again("the game (reset)", once, prompt)
+        outcome = await self.chat.retry("the game (reset)", attempt, prompt)
         game, asked = value_of(outcome, "reset")
         return game, round_of(asked, game, "reset")
 
@@ -174,8 +174,8 @@ class GameMember:
         Raises RolloutError if the game or a player fails, or if the policy never moves.
         """
         clock = asyncio.get_running_loop().time
-        started, drawing_s = clock(), 0.0
-        game, moves = await self._envs.begun(prompt)
+        started, sampling_s = clock(), 0.0
+        game, moves = await self._envs.begin(prompt)
         try:
             players = known_seats(self._envs.seats_of(prompt), game, "the setting seats")
             self._seats = {
@@ -183,13 +183,14 @@ class GameMember:
                 for number, name in enumerate(game.seats)
             }
             while moves.ask:
-                await self._tell(moves)
-                asking = clock()
-                said = await self._said(generate, prompt, list(moves.ask), label, member, limits)
-                drawing_s += clock() - asking
-                if said is None:
+                await self._show(moves)
+                asked_at = clock()
+                names = list(moves.ask)
+                messages = await self._play_round(generate, prompt, names, label, member, limits)
+                sampling_s += clock() - asked_at
+                if messages is None:
                     break
-                outcome = await self._chat.call(game.step, said)
+                outcome = await self._chat.call(game.step, messages)
                 moves = round_of(value_of(outcome, "step"), game, "step")
                 self._chat.outages.knows(ENVIRONMENT)
                 self._credit(moves)
@@ -200,31 +201,31 @@ class GameMember:
             return episodes or self._unplayed(game, member, limits, verdicts)
         finally:
             await self._close(game, prompt)
-            spent_s(max(clock() - started - drawing_s, 0.0))
+            spent_s(max(clock() - started - sampling_s, 0.0))
 
     # ---- a round
 
-    async def _tell(self, moves: Round) -> None:
+    async def _show(self, moves: Round) -> None:
         """Append new messages to the seats' conversations, and to the policy seats' tokens."""
-        for name, told in moves.ask.items():
+        for name, shown in moves.ask.items():
             seat = self._seats[name]
-            said = await self._chat.said(told, "step")
-            if not seat.messages and said:
-                said = list(with_system_prompt(said, self._chat.task.system_prompt))
-            seat.messages += said
+            messages = await self._chat.reply_messages(shown, "step")
+            if not seat.messages and messages:
+                messages = list(with_system_prompt(messages, self._chat.task.system_prompt))
+            seat.messages += messages
             if seat.player is None:
-                await self._append(seat, said)
+                await self._append(seat, messages)
 
-    async def _append(self, seat: _Seat, said: Sequence[Message]) -> None:
+    async def _append(self, seat: _Seat, new: Sequence[Message]) -> None:
         chat = self._chat
         if not seat.turns:
             try:
-                seat.tokens = await chat.tokens(lambda: chat.opening(seat.messages, ()), said)
+                seat.tokens = await chat.tokens(lambda: chat.opening(seat.messages, ()), new)
             except TextTooLong as error:
                 seat.tokens = error.token_ids
             seat.first = seat.tokens
             return
-        more, opening = await chat.following(seat.tokens, said, seat.messages, ())
+        more, opening = await chat.following(seat.tokens, new, seat.messages, ())
         if opening is None:
             seat.turns[-1] = replace(seat.turns[-1], reply=more)
             seat.tokens = np.concatenate([seat.tokens, more]).astype(np.int32)
@@ -232,7 +233,7 @@ class GameMember:
             seat.tokens = opening
             seat.turns[-1] = replace(seat.turns[-1], opening=opening)
 
-    async def _said(
+    async def _play_round(
         self,
         generate: Generate,
         prompt: Prompt,
@@ -241,32 +242,32 @@ class GameMember:
         member: int,
         limits: EpisodeLimits,
     ) -> dict[str, Message] | None:
-        """Return the messages of the seats that move; None: a limit ended the game."""
+        """Let seats move; return their messages, or None: a limit ended the game."""
         moving = [self._seats[name] for name in names]
-        drawn = [seat for seat in moving if seat.player is None]
-        if any(len(seat.tokens) >= limits.max_length for seat in drawn):
-            for seat in drawn:
+        own = [seat for seat in moving if seat.player is None]
+        if any(len(seat.tokens) >= limits.max_length for seat in own):
+            for seat in own:
                 self._cut(seat)
             return None
-        requests = [self._request(seat, prompt, label, member, limits) for seat in drawn]
+        requests = [self._request(seat, prompt, label, member, limits) for seat in own]
         futures = generate.submit_many(requests) if requests else []
-        by_policy = zip(drawn, futures, strict=True)
+        by_policy = zip(own, futures, strict=True)
         others = [(seat, seat.player) for seat in moving if seat.player is not None]
         try:
             await all_or_none(
                 [
-                    *(self._moved(seat, future, limits) for seat, future in by_policy),
-                    *(self._answered(seat, player, prompt, member) for seat, player in others),
+                    *(self._policy_turn(seat, future, limits) for seat, future in by_policy),
+                    *(self._player_turn(seat, player, prompt, member) for seat, player in others),
                 ]
             )
         finally:
             for future in futures:
                 future.cancel()
-        if any(seat.stop is not StopReason.EOS for seat in drawn):
+        if any(seat.stop is not StopReason.EOS for seat in own):
             return None
         return {seat.name: seat.messages[-1] for seat in moving}
 
-    async def _moved(
+    async def _policy_turn(
         self, seat: _Seat, waiting: "asyncio.Future[Completion]", limits: EpisodeLimits
     ) -> None:
         """Append a completion of the policy to a seat."""
@@ -275,7 +276,7 @@ class GameMember:
         seat.turns.append(Turn(completion=completion, reply=NOTHING))
         seat.calls.append((seat.tokens, completion.token_ids))
         seat.tokens = np.concatenate([seat.tokens, completion.token_ids]).astype(np.int32)
-        seat.say(self._chat.chat.message(completion.token_ids, ()))
+        seat.add_message(self._chat.chat.message(completion.token_ids, ()))
         seat.stop = completion.stop
 
     def _request(
@@ -286,13 +287,13 @@ class GameMember:
         request = make_request(label, prompt, member, turn, seat.tokens, limits, branch)
         return replace(request, request_id=f"{label}/m{member}/{seat.name}.t{turn}")
 
-    async def _answered(self, seat: _Seat, player: Player, prompt: Prompt, member: int) -> None:
+    async def _player_turn(self, seat: _Seat, player: Player, prompt: Prompt, member: int) -> None:
         """Append a player's message to a seat. Raises RolloutError, RolloutTimeout."""
         limit_s = self._chat.limits.timeout_s
         try:
             async with time_limit(limit_s) as limit:
                 answer = await player.answer(
-                    tuple(seat.messages), (), prompt=prompt, member=member, turn=seat.moved
+                    tuple(seat.messages), (), prompt=prompt, member=member, turn=seat.num_turns
                 )
         except TimeoutError:
             if not limit.expired():
@@ -307,19 +308,19 @@ class GameMember:
                 f"the seat {seat.name} ({player.name}) answered {answer!r:.100}. A player must "
                 "return a message with the role assistant."
             )
-        seat.say(answer)
+        seat.add_message(answer)
 
     def _credit(self, moves: Round) -> None:
         for name in self._seats:
             parts = moves.parts.get(name, {})
             reward = moves.rewards.get(name, sum(parts.values()))
             if reward or parts:
-                self._seats[name].earn(float(reward), parts)
+                self._seats[name].credit(float(reward), parts)
 
     def _within_turns(self, moves: Round) -> Round:
         """End a game in which a seat would have more turns than env.max_turns."""
         most = self._chat.limits.max_turns
-        if any(self._seats[name].moved >= most for name in moves.ask):
+        if any(self._seats[name].num_turns >= most for name in moves.ask):
             self._chat.count("turn_limits")
             for seat in self._seats.values():
                 self._cut(seat)
@@ -346,8 +347,8 @@ class GameMember:
             verdict = sum_of(verdict, seat.early.reward, seat.early.parts)
             episode = assemble_contexts(seat.first, seat.turns, seat.stop, verdict)
             peers = peers_of(game, seat.name, member)
-            said = as_json(seat.messages)
-            episode = replace(episode, opened=said[: seat.asked], messages=said[seat.asked :])
+            messages, begin = as_json(seat.messages), seat.num_opening
+            episode = replace(episode, opened=messages[:begin], messages=messages[begin:])
             episodes.append(replace(episode, seat=seat_of(peers), peers=peers))
         return tuple(episodes)
 
@@ -381,15 +382,15 @@ class GameMember:
             if is_run_ending(error) or isinstance(error, asyncio.CancelledError):
                 raise
             self._chat.count("failed_closes")
-            why = f"it took more than {CLOSE_S:g} s" if isinstance(error, TimeoutError) else error
-            log.warning("prompt %d: the game's close() failed: %s", prompt.prompt_id, why)
+            text = f"it took more than {CLOSE_S:g} s" if isinstance(error, TimeoutError) else error
+            log.warning("prompt %d: the game's close() failed: %s", prompt.prompt_id, text)
 
 
 def round_of(asked: Asked, game: Game, method: str) -> Round:
     """Convert the result of a game's method to a Round. Raises RolloutError."""
     given = asked if isinstance(asked, Round) else Round(ask=asked or {})
-    for what in (given.ask, given.rewards, given.parts):
-        known_seats(what, game, f"the game's {method}")
+    for by_seat in (given.ask, given.rewards, given.parts):
+        known_seats(by_seat, game, f"the game's {method}")
     rewards = {seat: score_given(value, method).reward for seat, value in given.rewards.items()}
     parts = {seat: dict(score_given(named, method).parts) for seat, named in given.parts.items()}
     return Round(ask=given.ask, rewards=rewards, parts=parts)
@@ -401,17 +402,17 @@ def verdicts_of(given: object, game: Game) -> dict[str, Score]:
     return {seat: score_given(value, "score") for seat, value in known.items()}
 
 
-def known_seats(given: object, game: Game, who: str) -> Mapping[str, Any]:
-    """Return a mapping by seat unchanged. Raises RolloutError if it is not one; `who` gave it."""
+def known_seats(given: object, game: Game, source: str) -> Mapping[str, Any]:
+    """Return a mapping by seat unchanged. Raises RolloutError, which names `source`, for others."""
     if not isinstance(given, Mapping) or any(name not in game.seats for name in given):
         raise RolloutError(
-            f"{who} gave {given!r:.100}. It must be a mapping of seats, which are "
+            f"{source} gave {given!r:.100}. It must be a mapping of seats, which are "
             f"{', '.join(game.seats)}."
         )
     return given
 
 
-def seats_checked(game: Game) -> None:
+def check_seats(game: Game) -> None:
     """Raise RolloutError if the seats' names are invalid or not distinct."""
     seats = list(game.seats)
     named = [seat for team in game.alike for seat in team]

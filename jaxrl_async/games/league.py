@@ -161,7 +161,7 @@ class RunOpponents:
             paths: paths of the run, with its snapshots.
             version: version of the policy.
             policy: the policy at the start or resume of the run.
-            slices: opponents' weights are placed on the first sampler's devices.
+            slices: opponents' weights are on the first sampler's devices.
             lock: held while they compute.
         """
         config = self._config
@@ -198,15 +198,15 @@ class RunOpponents:
         config, dtype = self._config, jnp.dtype(self._config.model.computes_in)
 
         def loader(spec: ModelSpec, where: Callable[[int], Path]) -> Callable[[int], Params]:
-            placed = shardings(weight_table(spec), mesh, SAMPLER_RULES)
-            return lambda key: load_params(where(key), spec, placed, dtype)
+            divided = shardings(weight_table(spec), mesh, SAMPLER_RULES)
+            return lambda key: load_params(where(key), spec, divided, dtype)
 
         models: dict[str | None, tuple[ModelSpec, Callable[[int], Path], int]] = {
             path: (spec, functools.partial(_same, Path(path)), 1)
             for path, spec in self._specs.items()
         }
-        if places := resident_snapshots(config.players):
-            models[None] = (self._spec, snapshots.path, places)
+        if most := resident_snapshots(config.players):
+            models[None] = (self._spec, snapshots.path, most)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         settings = SamplerSettings(
             dtype=dtype,
@@ -221,21 +221,21 @@ class RunOpponents:
                 int(chance(config.run.seed, "opponents", path) * SEEDS),
                 replace(settings, name=f"opponent-{Path(path).name if path else 'league'}"),
             )
-            self._pools[path] = FrozenPool(setup, loader(spec, where), places=most)
+            self._pools[path] = FrozenPool(setup, loader(spec, where), most=most)
 
-    def _player(self, sitter: SeatedPlayer) -> Player:
-        filling, config = sitter.filling, self._config
+    def _player(self, seated: SeatedPlayer) -> Player:
+        filling, config = seated.filling, self._config
         if filling.endpoint is not None:
             endpoint = self._endpoints[_key_of(filling)]
-            return EndpointPlayer(endpoint, filling, sitter.seat, config.run.seed)
-        path = filling.model if sitter.snapshot is None else None
+            return EndpointPlayer(endpoint, filling, seated.seat, config.run.seed)
+        path = filling.model if seated.snapshot is None else None
         section = config.sampler
         temperature = section.temperature if filling.temperature is None else filling.temperature
         most = filling.max_tokens or section.max_new_tokens
         return WeightsPlayer(
-            name=sitter.full_name,
-            seat=sitter.seat,
-            lease=functools.partial(self._pools[path].lease, sitter.snapshot or 0),
+            name=seated.full_name,
+            seat=seated.seat,
+            lease=functools.partial(self._pools[path].lease, seated.snapshot or 0),
             chat=self._chats[path],
             limits=AnswerLimits(
                 sampling=SamplingParams(

@@ -41,16 +41,16 @@ class Nim(Game):
         """Remove the stones, and show the rest to the other seat."""
         ((seat, message),) = said.items()
         other = SECOND if seat == FIRST else FIRST
-        if not self._taken(str(message["content"]).strip()):
-            return self._won(other)
+        if not self._take_stones(str(message["content"]).strip()):
+            return self._end(other)
         if not self._left:
-            return self._won(seat)
+            return self._end(seat)
         if self._rival:
             self._left -= best_move(self._left, self._most)
-            return self._won(SECOND) if not self._left else {FIRST: str(self._left)}
+            return self._end(SECOND) if not self._left else {FIRST: str(self._left)}
         return {other: str(self._left)}
 
-    def _taken(self, text: str) -> bool:
+    def _take_stones(self, text: str) -> bool:
         """Take the number of stones in the text; return False if the move is not allowed."""
         number = int(text) if text.isdecimal() and len(text) < 10 else 0
         if not 1 <= number <= min(self._most, self._left):
@@ -58,7 +58,7 @@ class Nim(Game):
         self._left -= number
         return True
 
-    def _won(self, winner: str) -> Round:
+    def _end(self, winner: str) -> Round:
         return Round(parts={seat: {CORRECT: float(seat == winner)} for seat in self.seats})
 
 

@@ -22,12 +22,12 @@ from jaxrl_async.sampler.setup import SamplerSetup
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.005
+POLL_S = 0.005
 """Interval at which a waiting lease checks whether its sampler is loaded, seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Place:
+class _Entry:
     """One sampler of the pool, or one that is being loaded."""
 
     loading: "Future[Sampler]"
@@ -38,16 +38,16 @@ class _Place:
 class FrozenPool:
     """Samplers by key. May be leased from any thread and any event loop."""
 
-    def __init__(self, setup: SamplerSetup, load: Callable[[int], Params], *, places: int) -> None:
+    def __init__(self, setup: SamplerSetup, load: Callable[[int], Params], *, most: int) -> None:
         """Load nothing yet.
 
         Args:
             setup: shared by all samplers: programs, limits, seed.
             load: returns the parameters of a key on the setup's mesh; called on a thread.
-            places: maximum number of samplers at the same time.
+            most: maximum number of samplers at the same time.
         """
-        self._setup, self._load, self._most = setup, load, places
-        self._places: OrderedDict[int, _Place] = OrderedDict()  # least recently used first
+        self._setup, self._load, self._most = setup, load, most
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._waiting: dict[object, int] = {}  # keys that leases are waiting for
         self._lock, self._closed = threading.Lock(), False
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="opponents")
@@ -55,75 +55,75 @@ class FrozenPool:
 
     @asynccontextmanager
     async def lease(self, key: int) -> AsyncIterator[Sampler]:
-        """Lend the sampler of a key; waits until it is loaded. Raises Closed and errors of `load`.
+        """Lease the sampler of a key; waits until it is loaded. Raises Closed and errors of `load`.
         Has no timeout of its own: the caller sets one."""
-        place, ticket = self._taken(key), object()
+        entry, ticket = self._take(key), object()
         try:
-            while place is None:
+            while entry is None:
                 self._waiting[ticket] = key
-                await asyncio.sleep(LOOK_S)
-                place = self._taken(key)
+                await asyncio.sleep(POLL_S)
+                entry = self._take(key)
         finally:
             self._waiting.pop(ticket, None)
         try:
-            while not place.loading.done():
-                await asyncio.sleep(LOOK_S)
-            yield place.loading.result()
+            while not entry.loading.done():
+                await asyncio.sleep(POLL_S)
+            yield entry.loading.result()
         finally:
             with self._lock:
-                place.leases -= 1
-                if place.loading.done() and _is_lost(place.loading):
-                    self._remove(key, place)  # the next lease loads it again
+                entry.leases -= 1
+                if entry.loading.done() and _is_lost(entry.loading):
+                    self._remove(key, entry)  # the next lease loads it again
 
     def close(self) -> None:
         """Close all samplers; unfinished requests fail with Closed. Idempotent."""
         with self._lock:
             self._closed = True
-            places, self._places = list(self._places.values()), OrderedDict()
+            entries, self._entries = list(self._entries.values()), OrderedDict()
         self._loader.shutdown()
-        for place in places:
-            if not place.loading.cancel() and place.loading.exception() is None:
-                place.loading.result().close()
+        for entry in entries:
+            if not entry.loading.cancel() and entry.loading.exception() is None:
+                entry.loading.result().close()
 
-    def _taken(self, key: int) -> _Place | None:
-        """Return the key's place with a lease on it; None: not available yet."""
+    def _take(self, key: int) -> _Entry | None:
+        """Return the key's entry with a lease on it; None: not available yet."""
         with self._lock:
             if self._closed:
                 raise Closed("the run's opponents are closed")
-            place = self._places.get(key)
-            if place is None:
-                place = self._begun(key)
-            elif place.leaving and all(k in self._places for k in list(self._waiting.values())):
-                place.leaving = False  # the lease that waited for this slot is gone
-            if place is None or place.leaving:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._begin_loading(key)
+            elif entry.leaving and all(k in self._entries for k in list(self._waiting.values())):
+                entry.leaving = False  # the lease that waited for this slot is gone
+            if entry is None or entry.leaving:
                 return None
-            self._places.move_to_end(key)
-            place.leases += 1
-            return place
+            self._entries.move_to_end(key)
+            entry.leases += 1
+            return entry
 
-    def _begun(self, key: int) -> _Place | None:
+    def _begin_loading(self, key: int) -> _Entry | None:
         """Start loading a key; None: all slots are taken. The least recently used sampler then
         frees its slot as soon as its leases have ended."""
         free: Sampler | None = None
-        if len(self._places) >= self._most:
-            if not any(place.leaving for place in self._places.values()):
-                next(iter(self._places.values())).leaving = True
-            leaving = [(k, p) for k, p in self._places.items() if p.leaving]
+        if len(self._entries) >= self._most:
+            if not any(entry.leaving for entry in self._entries.values()):
+                next(iter(self._entries.values())).leaving = True
+            leaving = [(k, p) for k, p in self._entries.items() if p.leaving]
             other, old = leaving[0]
             if old.leases or not old.loading.done():
                 return None
             self._remove(other, old)
             free = None if old.loading.exception() else old.loading.result()
-        place = _Place(loading=self._loader.submit(self._loaded, key, free))
-        self._places[key] = place
+        entry = _Entry(loading=self._loader.submit(self._load_sampler, key, free))
+        self._entries[key] = entry
         self.loads += 1
-        return place
+        return entry
 
-    def _remove(self, key: int, place: _Place) -> None:
-        if self._places.get(key) is place:
-            del self._places[key]
+    def _remove(self, key: int, entry: _Entry) -> None:
+        if self._entries.get(key) is entry:
+            del self._entries[key]
 
-    def _loaded(self, key: int, free: Sampler | None) -> Sampler:
+    def _load_sampler(self, key: int, free: Sampler | None) -> Sampler:
         """Return the sampler of a key. free: the sampler that it replaces; None: a new slot."""
         if free is not None:
             free.close()

@@ -1,7 +1,7 @@
 """Opponents of the policy: players for the rollouts, snapshots and standings for the trainer.
 
     rollouts ──begins(ticket, prompt)──> the version that decides ──> Opponents(prompt) ──> Players
-    trainer  ──drawn(draw)──> published(version): standings, a snapshot if it is due ──> channel
+    trainer  ──note_draw(draw)──> published(version): standings, a snapshot if it is due ──> channel
 
 A version's snapshot and standings exist before any group has a ticket of that version.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl_async.config.seats_section import OlderSection, SeatSection, fillings
 from jaxrl_async.data.prompts import EVAL_POSITION
-from jaxrl_async.games.seating import SeatedPlayer, Standings, is_due, league_of, sitter_of
+from jaxrl_async.games.seating import SeatedPlayer, Standings, is_due, league_of, seated_player
 from jaxrl_async.games.snapshots import Snapshots
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import Params
@@ -27,7 +27,7 @@ from jaxrl_async.types import Draw, Drop, EpisodeGroup, Prompt, Ticket
 
 log = logging.getLogger(__name__)
 
-MOST_BEGUN = 65_536
+MAX_BEGUN = 65_536
 """Maximum number of groups whose versions are stored: far more than a gate starts at a time."""
 
 
@@ -56,20 +56,20 @@ class Opponents:
             seats: possible players, by seat.
             terms: properties of the run.
             snapshots: snapshots of the policy.
-            player_of: makes the player of a sitter.
+            player_of: makes the player of a seat.
         """
         self._seats, self._terms, self._snapshots = seats, terms, snapshots
         self._player_of = player_of
         self.leagues: tuple[OlderSection, ...] = tuple(
             one.older for _, one in fillings(seats) if one.older is not None
         )
-        self._counts = any(league.pick == "worst" for league in self.leagues)
+        self._keeps_standings = any(league.pick == "worst" for league in self.leagues)
         self._keeps_first = any(
             one.model == "initial" and one.endpoint is None for _, one in fillings(seats)
         )
         self._begun: OrderedDict[int, int] = OrderedDict()  # ticket's version by prompt's position
         self._version, self._lock = 0, threading.Lock()
-        self._drawn: Draw | None = None
+        self._draw: Draw | None = None
         self._measures: dict[str, float] = {}
 
     # ---- used by the rollouts
@@ -78,18 +78,18 @@ class Opponents:
         """Record that a group starts: the version of its ticket decides its opponents."""
         with self._lock:
             self._begun[prompt.position] = ticket.version
-            while len(self._begun) > MOST_BEGUN:
+            while len(self._begun) > MAX_BEGUN:
                 self._begun.popitem(last=False)
 
     def __call__(self, prompt: Prompt) -> Mapping[str, Player]:
         """Return the players of this prompt's seats; the policy fills seats that are missing."""
         with self._lock:
             version = self._begun.get(prompt.position, self._version)
-        sitters = self.sitters(prompt.position, version)
-        return {seat: self._player_of(one) for seat, one in sitters.items() if one is not None}
+        seated = self.seated(prompt.position, version)
+        return {seat: self._player_of(one) for seat, one in seated.items() if one is not None}
 
-    def sitters(self, position: int, version: int) -> dict[str, SeatedPlayer | None]:
-        """Return the sitter of each seat in a group's games; None: the policy.
+    def seated(self, position: int, version: int) -> dict[str, SeatedPlayer | None]:
+        """Return the player of each seat in a group's games; None: the policy.
 
         Args:
             position: position of its prompt.
@@ -99,7 +99,7 @@ class Opponents:
             saved, standings = self._snapshots.versions, self._snapshots.standings(version)
         held_out = position >= EVAL_POSITION
         return {
-            seat: sitter_of(
+            seat: seated_player(
                 seat,
                 section.in_evaluation if held_out else section,
                 (self._terms.seed, position, version),
@@ -111,8 +111,8 @@ class Opponents:
 
     def names(self, group: EpisodeGroup) -> dict[str, str]:
         """Return the names of the players in a group's games, for display."""
-        sitters = self.sitters(group.prompt.position, group.ticket.version)
-        return {seat: "policy" if one is None else one.full_name for seat, one in sitters.items()}
+        seated = self.seated(group.prompt.position, group.ticket.version)
+        return {seat: "policy" if one is None else one.full_name for seat, one in seated.items()}
 
     # ---- used by the trainer
 
@@ -130,20 +130,20 @@ class Opponents:
                 log.warning("the league begins at version %d, without older snapshots", version)
             self._snapshots.save(version, policy)
 
-    def drawn(self, draw: Draw | None) -> None:
+    def note_draw(self, draw: Draw | None) -> None:
         """Record the batch of the next version; None: the batch was given back."""
-        self._drawn = draw
+        self._draw = draw
 
     def published(self, version: int, policy: Policy) -> None:
         """Handle a new version, before any sampler uses it. Raises CheckpointError.
 
         policy: with the weights of this version.
         """
-        draw, self._drawn = self._drawn, None
+        draw, self._draw = self._draw, None
         groups = () if draw is None else finished(draw)
-        known = [(g, self.sitters(g.prompt.position, g.ticket.version)) for g in groups]
+        known = [(g, self.seated(g.prompt.position, g.ticket.version)) for g in groups]
         measures = seat_measures(known, version)
-        if self._counts:
+        if self._keeps_standings:
             with self._lock:
                 before = self._snapshots.standings(version - 1)
                 after = standings_after(before, known).of(self._playing(version))
@@ -172,47 +172,47 @@ class Opponents:
         checkpoint = self._terms.oldest_resumable()
         first = max(0, min(version, version if checkpoint is None else checkpoint))
         versions = range(max(0, first - self._terms.slack), version + 1)
-        needed = {v for of in versions for v in self._playing(of)}
+        needed = {v for n in versions for v in self._playing(n)}
         return sorted(needed | set(self._snapshots.versions[:1] if self._keeps_first else ()))
 
 
 def finished(draw: Draw) -> tuple[EpisodeGroup, ...]:
     """Return the groups of a draw whose rewards are informative about opponents, including groups
-    whose games all ended alike."""
-    alike = [group for group, reason in draw.dropped if reason is Drop.NO_SIGNAL]
-    return (*draw.groups, *alike)
+    whose games all ended the same way."""
+    same = [group for group, reason in draw.dropped if reason is Drop.NO_SIGNAL]
+    return (*draw.groups, *same)
 
 
-Seated = tuple[EpisodeGroup, Mapping[str, SeatedPlayer | None]]
-"""A group, and the sitter of each seat in its games."""
+SeatedGroup = tuple[EpisodeGroup, Mapping[str, SeatedPlayer | None]]
+"""A group, and the player of each seat in its games."""
 
 
-def standings_after(before: Standings, known: Sequence[Seated]) -> Standings:
+def standings_after(before: Standings, known: Sequence[SeatedGroup]) -> Standings:
     """Return standings updated with the games of more groups."""
-    for group, sitters in known:
+    for group, seated in known:
         rewards = [score.total for score in group.scores]
-        for sitter in sitters.values():
-            if sitter is not None and sitter.filling.older is not None:
-                assert sitter.snapshot is not None
-                before = before.plus(sitter.seat, sitter.snapshot, rewards)
+        for player in seated.values():
+            if player is not None and player.filling.older is not None:
+                assert player.snapshot is not None
+                before = before.plus(player.seat, player.snapshot, rewards)
     return before
 
 
-def seat_measures(known: Sequence[Seated], version: int) -> dict[str, float]:
+def seat_measures(known: Sequence[SeatedGroup], version: int) -> dict[str, float]:
     """Return metrics by seat and player: episodes of the policy against it, their mean reward, and
     the mean age of snapshots in versions."""
     rewards: dict[str, list[float]] = {}
     ages: dict[str, list[int]] = {}
-    for group, sitters in known:
-        for seat, sitter in sitters.items():
-            who = f"{seat}.policy" if sitter is None else f"{seat}.{sitter.name}"
-            rewards.setdefault(who, []).extend(score.total for score in group.scores)
-            if sitter is not None and sitter.snapshot is not None:
-                ages.setdefault(who, []).append(version - sitter.snapshot)
+    for group, seated in known:
+        for seat, player in seated.items():
+            name = f"{seat}.policy" if player is None else f"{seat}.{player.name}"
+            rewards.setdefault(name, []).extend(score.total for score in group.scores)
+            if player is not None and player.snapshot is not None:
+                ages.setdefault(name, []).append(version - player.snapshot)
     return {
-        **{f"seats/games_{who}": float(len(of)) for who, of in rewards.items()},
-        **{f"seats/reward_{who}": float(np.mean(of)) for who, of in rewards.items() if of},
-        **{f"seats/age_{who}": float(np.mean(of)) for who, of in ages.items()},
+        **{f"seats/games_{name}": float(len(of)) for name, of in rewards.items()},
+        **{f"seats/reward_{name}": float(np.mean(of)) for name, of in rewards.items() if of},
+        **{f"seats/age_{name}": float(np.mean(of)) for name, of in ages.items()},
     }
 
 
@@ -229,12 +229,12 @@ class WatchedSource:
     def draw(self, version: int, timeout_s: float | None = None) -> Draw:
         """See ports.GroupSource."""
         draw = self._source.draw(version, timeout_s)
-        self._opponents.drawn(draw)
+        self._opponents.note_draw(draw)
         return draw
 
     def give_back(self) -> None:
         """See ports.GroupSource."""
-        self._opponents.drawn(None)
+        self._opponents.note_draw(None)
         self._source.give_back()
 
 

@@ -100,8 +100,8 @@ class SumRecords(Sequence[TaskRecord]):
             result = int(random.integers(0, 2 * self._highest + 1))
         pair = (ASKED, text) if index % 2 == 0 and not self._given else (text, str(result))
         worked = [
-            {"role": role, "content": said}
-            for role, said in zip(("user", "assistant"), pair, strict=True)
+            {"role": role, "content": content}
+            for role, content in zip(("user", "assistant"), pair, strict=True)
         ]
         given = {"given": text, "answer": str(a + b)} if self._given else {}
         return {"question": pair[0], "worked": worked, **given}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from jaxrl_async.config.schema import Config, SeatSection
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.games.game_env import GameEnvs, SeatsOf, seats_checked
+from jaxrl_async.games.game_env import GameEnvs, SeatsOf, check_seats
 from jaxrl_async.rollout.chat_env import ChatEnvs
 from jaxrl_async.run.builders.playing import at_once
 from jaxrl_async.tasks.game import Game
@@ -43,28 +43,28 @@ def make_games(
 def try_game(games: GameEnvs, example: Prompt, config: Config) -> None:
     """Start and close a game; check that all configured seats exist. Raises ConfigError."""
 
-    async def begun() -> None:
-        game, moves = await games.begun(example)
-        seats_checked(game)
+    async def begin() -> None:
+        game, moves = await games.begin(example)
+        check_seats(game)
         if not moves.ask:
             raise RolloutError("the game's reset asks no seat. Return the seat that moves first.")
         await games.chat.call(game.close)
-        strange = [seat for seat in config.players if seat not in game.seats]
-        if strange:
+        unknown = [seat for seat in config.players if seat not in game.seats]
+        if unknown:
             raise RolloutError(
-                f"seats.{strange[0]} is not a seat of the game, whose seats are "
+                f"seats.{unknown[0]} is not a seat of the game, whose seats are "
                 f"{', '.join(game.seats)}. Correct the name."
             )
-        filled = [seat for seat in game.seats if never_the_policys(config.players.get(seat))]
+        filled = [seat for seat in game.seats if is_never_policy(config.players.get(seat))]
         if len(filled) == len(game.seats):
             raise RolloutError(
                 f"seats ({', '.join(filled)}) leaves no seat of the game to the policy. Remove "
                 "one of them."
             )
 
-    at_once(begun())
+    at_once(begin())
 
 
-def never_the_policys(section: SeatSection | None) -> bool:
+def is_never_policy(section: SeatSection | None) -> bool:
     """Return whether other players fill a seat in all training games."""
     return section is not None and not any(one.policy for one in section.choices)

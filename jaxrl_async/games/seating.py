@@ -56,7 +56,7 @@ def name_of_filling(filling: FillingSection) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Games:
-    """Results of the policy against one sitter."""
+    """Results of the policy against one player."""
 
     games: int = 0
     reward: float = 0.0  # sum over the games
@@ -108,7 +108,7 @@ def chance(seed: int, *words: object) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def drawn_index(weights: Sequence[float], number: float) -> int:
+def weighted_index(weights: Sequence[float], number: float) -> int:
     """Return the index of the weight that a number in [0, 1) falls on."""
     left = number * sum(weights)
     for index, weight in enumerate(weights):
@@ -147,14 +147,14 @@ def snapshot_weights(
     return [max(share, 0.0) ** HARDNESS + LEAST_WEIGHT for share in lost]
 
 
-def sitter_of(
+def seated_player(
     seat: str,
     filling: SeatFilling,
     game: tuple[int, int, int],
     saved: Sequence[int],
     standings: Standings,
 ) -> SeatedPlayer | None:
-    """Return the sitter of a seat; None: the policy.
+    """Return the player of a seat; None: the policy.
 
     Args:
         seat: name of the seat.
@@ -165,7 +165,7 @@ def sitter_of(
     """
     seed, position, version = game
     number = chance(seed, "filling", seat, position)
-    choice = drawn_index(filling.weights, number)
+    choice = weighted_index(filling.weights, number)
     chosen = filling.choices[choice]
     if chosen.policy:
         return None
@@ -174,7 +174,7 @@ def sitter_of(
         league = league_of(chosen.older, saved, version)
         weights = snapshot_weights(chosen.older, seat, league, standings)
         number = chance(seed, "snapshot", seat, position, version)
-        snapshot = league[drawn_index(weights, number)]
+        snapshot = league[weighted_index(weights, number)]
     elif chosen.endpoint is None and chosen.model == INITIAL:
         snapshot = saved[0]
     return SeatedPlayer(seat=seat, choice=choice, filling=chosen, snapshot=snapshot)

@@ -42,12 +42,12 @@ class Snapshots:
     def reopen(self, version: int) -> None:
         """Load snapshots and standings up to this version, and remove later ones, which the run
         produces again."""
-        for half in self._folder.glob("*.tmp"):
-            shutil.rmtree(half) if half.is_dir() else half.unlink()
-        there = sorted(int(p.name) for p in self._folder.glob("[0-9]*") if p.name.isdigit())
-        for later in [v for v in there if v > version]:
+        for unfinished in self._folder.glob("*.tmp"):
+            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+        saved = sorted(int(p.name) for p in self._folder.glob("[0-9]*") if p.name.isdigit())
+        for later in [v for v in saved if v > version]:
             shutil.rmtree(self.path(later))
-        self.versions = tuple(v for v in there if v <= version)
+        self.versions = tuple(v for v in saved if v <= version)
         lines = [line for line in self._lines() if line["version"] <= version]
         for line in lines[-self._remembered :]:
             self._remember(line["version"], standings_from(line))
@@ -64,12 +64,12 @@ class Snapshots:
     def save(self, version: int, policy: Policy) -> None:
         """Write a snapshot, without a vision tower: games have no images. Raises
         CheckpointError."""
-        half = self.path(version).with_suffix(".tmp")
+        unfinished = self.path(version).with_suffix(".tmp")
         try:
-            shutil.rmtree(half, ignore_errors=True)
-            dataclasses.replace(policy, tower=None).save_pretrained(half)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            dataclasses.replace(policy, tower=None).save_pretrained(unfinished)
             shutil.rmtree(self.path(version), ignore_errors=True)
-            half.replace(self.path(version))
+            unfinished.replace(self.path(version))
         except OSError as error:
             raise CheckpointError(
                 f"{self.path(version)}: the snapshot of version {version} could not be written: "
@@ -129,7 +129,7 @@ class Snapshots:
 def line_of(version: int, standings: Standings) -> dict[str, Any]:
     """Convert standings to a line of the file."""
     games = [
-        [seat, snapshot, of.games, of.reward] for (seat, snapshot), of in standings.games.items()
+        [seat, snapshot, won.games, won.reward] for (seat, snapshot), won in standings.games.items()
     ]
     bounds = [standings.lowest, standings.highest]
     return {"version": version, "bounds": bounds, "games": games}

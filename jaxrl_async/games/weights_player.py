@@ -17,7 +17,7 @@ from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.types import Message, Prompt, Request, SamplingParams
 
 Lease = Callable[[], AbstractAsyncContextManager[Sampler]]
-"""Lends the sampler for one answer."""
+"""Leases the sampler for one answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from jaxrl_async.run.builders.samplers import (
 )
 from jaxrl_async.run.replay.player import ReplayedBuffer
 from jaxrl_async.sampler.probe import Probe
-from jaxrl_async.sampler.request_checks import Room
+from jaxrl_async.sampler.request_checks import RequestLimits
 from jaxrl_async.types import VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import Push
@@ -225,7 +225,7 @@ def engine_settings(
         slots=section.slots,
         timeout_s=config.faults.sampler_hang_s,
         on_new_weights=section.on_new_weights,
-        room=Room(
+        room=RequestLimits(
             max_length=section.max_length,
             max_new_tokens=section.max_new_tokens,
             vocab=spec.vocab,

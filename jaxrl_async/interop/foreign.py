@@ -28,7 +28,7 @@ from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.weights import FIXED_WEIGHTS, WeightSource
 from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.lifetime import Lifetime, Living
-from jaxrl_async.sampler.request_checks import Room, checked_request
+from jaxrl_async.sampler.request_checks import RequestLimits, checked_request
 from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, AnyFuture, Waiter, resolve
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.types import Completion, IntArray, Partial, Request, SamplingParams, StopReason
@@ -238,7 +238,7 @@ class ForeignSampler(Living):
         )
 
     def _checked(self, requests: Sequence[Request | Partial]) -> list[Request]:
-        room = Room(max_length=self.engine.max_prefill_length + 1)
+        room = RequestLimits(max_length=self.engine.max_prefill_length + 1)
         for given in requests:
             if isinstance(given, Partial):
                 raise RolloutError(

@@ -187,7 +187,7 @@ class JaxrlEngine:
             reserve=np.zeros(0, np.int32),
             num_reserve=np.int32(0),
             lengths=decode_state.lengths,
-            drawn=decode_state.sampled,
+            num_sampled=decode_state.sampled,
             tables=self._tables,
             steps=np.int32(k),
         )

@@ -29,7 +29,7 @@ from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.sampler.batch.admission import WaitingQueue
 from jaxrl_async.sampler.lifetime import Lifetime, Living
 from jaxrl_async.sampler.probe import Probe, ProbeJudge
-from jaxrl_async.sampler.request_checks import Room, checked_request
+from jaxrl_async.sampler.request_checks import RequestLimits, checked_request
 from jaxrl_async.sampler.requests import CLOSED, CLOSED_TOO_EARLY, Waiter, resolve
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.types import Completion, Partial, Request, StopReason, VersionedParams
@@ -59,7 +59,7 @@ class EngineSettings:
     slots: int  # maximum number of concurrent requests
     timeout_s: float  # timeout of an answer
     on_new_weights: str  # continue, recompute, drain or restart
-    room: Room  # limits that requests are checked against
+    room: RequestLimits  # limits that requests are checked against
     probe: Probe | None
     count: Callable[[str], None]  # called with the name of each fault (metrics.fault_counts)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl_async.errors import RolloutError
-from jaxrl_async.sampler.request_checks import num_wanted
+from jaxrl_async.sampler.request_checks import num_requested
 from jaxrl_async.types import FloatArray, IntArray, Request
 
 CLAMPED = -9990.0
@@ -68,7 +68,7 @@ def request_body(request: Request, number: int, label: str) -> dict[str, Any]:
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
-            "max_tokens": num_wanted(request),
+            "max_tokens": num_requested(request),
             "min_tokens": forced or 0,
             "stop_token_ids": list(request.stop_token_ids) if forced is None else [],
             "ignore_eos": True,  # the request sets its stop tokens
@@ -142,7 +142,7 @@ def checked_reply(reply: object, request: Request, run: str, floor: int) -> Chec
 def _check_end(token_ids: IntArray, request: Request, aborted: bool, name: str) -> bool:
     """Return whether the last token is a stop token. Raises BadReply unless the answer ends as the
     request requires."""
-    requested = num_wanted(request)
+    requested = num_requested(request)
     if len(token_ids) > requested:
         raise BadReply(f"{name}: {len(token_ids)} tokens, but {requested} were requested.")
     stops = request.stop_token_ids if request.forced_length is None else ()

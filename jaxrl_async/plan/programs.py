@@ -44,7 +44,7 @@ from jaxrl_async.sampler.batch.kv_budget import MemoryPlan
 from jaxrl_async.sampler.batch.prefill import make_chunk, prefill_sizes
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import DecodeState, PrefillArgs
-from jaxrl_async.sampler.device.sampling import together
+from jaxrl_async.sampler.device.sampling import union_of
 from jaxrl_async.sampler.setup import build_engine, kv_plan
 from jaxrl_async.trainer.logprob_pass import LogprobPass
 from jaxrl_async.trainer.objectives.policy_objective import PolicyContext, PolicyObjective
@@ -277,7 +277,7 @@ def sampler_programs(
         chunk,
         empty_decode_args(engine.spec, engine.spec.slots, context_pages),
         context_pages=context_pages,
-        mix=together(mixes) if engine.spec.ragged else mixes[0],
+        mix=union_of(mixes) if engine.spec.ragged else mixes[0],
     )
     if "reshard" in pushed:
         programs["reshard"] = pushed["reshard"]

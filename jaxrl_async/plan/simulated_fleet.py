@@ -160,7 +160,7 @@ class SimulatedFleet:
         while self._queue:
             index = int(self.loads.argmin()) if only is None else only
             load, places = int(self.loads[index]), side.slots + side.reserve
-            candidate = Candidate(in_flight=load, places=places, rows=side.slots)
+            candidate = Candidate(in_flight=load, capacity=places, rows=side.slots)
             if not candidate.has_room_for(self._queue[0].shape[1] * len(self._queue)):
                 break
             self._deal(index, self._queue.popleft())

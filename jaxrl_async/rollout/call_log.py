@@ -6,7 +6,7 @@
                         P x r w       a retry, or one of several answers: x is context here
 
 A call whose prompt begins with a complete context extends that context; any other call starts a new
-one. Calls of different voices (players of one episode, by the header x-session-id) never share a
+one. Calls of different players (of one episode, by the header x-session-id) never share a
 context. Each sampled token is therefore marked as sampled exactly once, where it was sampled, in
 exactly the tokens that the policy saw.
 """
@@ -41,7 +41,7 @@ class _Context:
     """One growing sequence."""
 
     prompt_ids: IntArray
-    voice: str = ""  # the player that speaks in it
+    player: str = ""  # that makes its calls
     branch: int = 0  # of its requests: context_branch; 0 for the session's first
     token_ids: IntArray = field(default_factory=lambda: NOTHING)  # all tokens known so far
     turns: list[Turn] = field(default_factory=list)
@@ -49,7 +49,7 @@ class _Context:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BegunCall:
+class RunningCall:
     """A running call."""
 
     number: int  # from 0, in start order
@@ -61,17 +61,17 @@ class Trace:
 
     def __init__(self) -> None:
         self._contexts: list[_Context] = []
-        self._drawing: dict[int, tuple[_Context, IntArray]] = {}
+        self._running: dict[int, tuple[_Context, IntArray]] = {}
         self._ends: dict[int, tuple[_Context, int]] = {}  # of each call: its last sampled token
-        self._asked: Counter[bytes] = Counter()
-        self._begun = 0
+        self._earlier: Counter[bytes] = Counter()
+        self._num_begun = 0
         self.stop = StopReason.CANCELLED  # of the call that ended last
-        self._stops: dict[str, StopReason] = {}  # the same for each voice
+        self._stops: dict[str, StopReason] = {}  # the same for each player
 
     @property
     def num_calls(self) -> int:
         """Number of calls that have started, including cancelled ones."""
-        return self._begun
+        return self._num_begun
 
     @property
     def num_turns(self) -> int:
@@ -81,36 +81,36 @@ class Trace:
     @property
     def length(self) -> int:
         """Number of tokens in all contexts, including the prompts of running calls."""
-        drawing = sum(
-            len(prompt) - len(context.token_ids) for context, prompt in self._drawing.values()
+        running = sum(
+            len(prompt) - len(context.token_ids) for context, prompt in self._running.values()
         )
-        return drawing + sum(len(c.token_ids) for c in self._contexts)
+        return running + sum(len(c.token_ids) for c in self._contexts)
 
     @property
-    def num_drawing(self) -> int:
+    def num_running(self) -> int:
         """Number of running calls."""
-        return len(self._drawing)
+        return len(self._running)
 
-    def begin(self, prompt_ids: IntArray, voice: str = "") -> BegunCall:
-        """Register a call of a voice that continues these tokens, [prompt] int32.
+    def begin(self, prompt_ids: IntArray, player: str = "") -> RunningCall:
+        """Register a call of a player that continues these tokens, [prompt] int32.
 
-        The place of its output is fixed now, so it does not depend on which of several calls ends
-        first. Random numbers depend on the context, so contexts with different prompts sample
-        differently; the first call uses a plain request's random numbers.
+        The context of its output is fixed now, whichever of several calls ends first. Random
+        numbers depend on the context, so contexts with different prompts sample differently; the
+        first call uses a plain request's random numbers.
         """
         prompt_ids = np.array(prompt_ids, np.int32)
         digest = _digest(prompt_ids)
-        earlier = self._asked[digest]
-        context = self._extended_by(prompt_ids, voice)
+        earlier = self._earlier[digest]
+        context = self._extended_by(prompt_ids, player)
         if context is None:
-            branch = context_branch(prompt_ids, earlier) if self._begun else 0
-            context = _Context(prompt_ids=prompt_ids, voice=voice, branch=branch)
+            branch = context_branch(prompt_ids, earlier) if self._num_begun else 0
+            context = _Context(prompt_ids=prompt_ids, player=player, branch=branch)
             self._contexts.append(context)
-        begun = BegunCall(number=self._begun, branch=context.branch + earlier)
-        self._begun += 1
-        self._asked[digest] += 1
+        begun = RunningCall(number=self._num_begun, branch=context.branch + earlier)
+        self._num_begun += 1
+        self._earlier[digest] += 1
         context.busy = True
-        self._drawing[begun.number] = (context, prompt_ids)
+        self._running[begun.number] = (context, prompt_ids)
         return begun
 
     def end(self, number: int, completion: Completion) -> None:
@@ -118,7 +118,7 @@ class Trace:
         if not len(completion.token_ids):
             self.cancel(number)
             return
-        context, prompt_ids = self._drawing.pop(number)
+        context, prompt_ids = self._running.pop(number)
         if context.turns:
             reply = prompt_ids[len(context.token_ids) :]
             context.turns[-1] = replace(context.turns[-1], reply=reply)
@@ -126,36 +126,36 @@ class Trace:
         context.token_ids = np.concatenate([prompt_ids, completion.token_ids]).astype(np.int32)
         context.busy = False
         self._ends[number] = (context, len(context.token_ids) - 1)
-        self.stop = self._stops[context.voice] = completion.stop
+        self.stop = self._stops[context.player] = completion.stop
 
     def cancel(self, number: int) -> None:
         """Remove a call whose output was not used."""
-        context, _ = self._drawing.pop(number)
+        context, _ = self._running.pop(number)
         context.busy = False
         if not context.turns:
             self._contexts.remove(context)
 
-    def drew(self, number: int) -> bool:
+    def has_output(self, number: int) -> bool:
         """Return whether the call with this number has ended and generated tokens."""
         return number in self._ends
 
     def sampled_versions(self) -> IntArray:
-        """Return the versions of all sampled tokens, [drawn] int32."""
+        """Return the versions of all sampled tokens, [sampled] int32."""
         turns = (turn for context in self._contexts for turn in context.turns)
         return np.concatenate([NOTHING, *(t.completion.versions for t in turns)]).astype(np.int32)
 
-    def stop_of(self, voice: str) -> StopReason | None:
-        """Return the stop reason of a voice's last call; None: it generated nothing."""
-        return self._stops.get(voice)
+    def stop_of(self, player: str) -> StopReason | None:
+        """Return the stop reason of a player's last call; None: it generated nothing."""
+        return self._stops.get(player)
 
-    def episode(self, stop: StopReason, voice: str | None = None) -> Episode:
+    def episode(self, stop: StopReason, player: str | None = None) -> Episode:
         """Return all contexts as one episode, in the order of their first calls. Running calls are
-        left out. At least one call has generated tokens. voice: include only this voice's contexts;
-        None: all."""
+        left out. At least one call has generated tokens. player: include only its contexts; None:
+        all."""
         episodes = [
             assemble_episode(c.prompt_ids, c.turns, stop)
             for c in self._contexts
-            if c.turns and voice in (None, c.voice)
+            if c.turns and player in (None, c.player)
         ]
         return replace(joined_contexts(episodes), stop=stop)
 
@@ -171,7 +171,7 @@ class Trace:
         )
 
     def token_rewards(self, rewards: Mapping[int, float]) -> FloatArray | None:
-        """Return the rewards of calls, placed at each call's last token, [length] of `episode`.
+        """Return the rewards of calls, at each call's last token, [length] of `episode`.
 
         None: no rewards. Rewards of calls without output are dropped.
         """
@@ -185,13 +185,13 @@ class Trace:
             values[begins[id(context)] + last] += value
         return values if given else None
 
-    def _extended_by(self, prompt_ids: IntArray, voice: str) -> _Context | None:
+    def _extended_by(self, prompt_ids: IntArray, player: str) -> _Context | None:
         """Return the longest context that is a prefix of these tokens."""
         found = [
             c
             for c in self._contexts
             if not c.busy
-            and c.voice == voice
+            and c.player == player
             and len(c.token_ids) <= len(prompt_ids)
             and np.array_equal(c.token_ids, prompt_ids[: len(c.token_ids)])
         ]
@@ -204,40 +204,40 @@ def _saved(context: _Context, numbers: Sequence[int], ends: Sequence[int]) -> Sa
     begins = [end + 1 - len(c.token_ids) for end, c in zip(ends, completions, strict=True)]
     return SavedCalls(
         token_ids=context.token_ids[: max(ends) + 1],
-        voice=context.voice,
+        voice=context.player,
         numbers=tuple(numbers),
         begins=tuple(begins),
         completions=completions,
     )
 
 
-class KeptAnswers:
+class SavedAnswers:
     """Answers to a session's calls before a resume: each is given once, to a call with exactly the
     same tokens. Not thread safe.
 
-    A voice may have another name than before: its first call that repeats one takes that call's
-    voice over.
+    A player may have another name than before: its first call that repeats one takes that call's
+    player over.
     """
 
     def __init__(self, calls: Iterable[SavedCalls] = ()) -> None:
         """calls: of the checkpoint."""
-        found = [(n, of, k) for of in calls for k, n in enumerate(of.numbers)]
+        found = [(n, saved, k) for saved in calls for k, n in enumerate(saved.numbers)]
         self._left: dict[bytes, list[tuple[SavedCalls, int]]] = {}
-        self._voices: dict[str, str] = {}  # names of now, by the name before
-        for _, of, k in sorted(found, key=lambda one: one[0]):
-            digest = _digest(of.token_ids[: of.begins[k]])
-            self._left.setdefault(digest, []).append((of, k))
+        self._players: dict[str, str] = {}  # current names, by the name before
+        for _, saved, k in sorted(found, key=lambda one: one[0]):
+            digest = _digest(saved.token_ids[: saved.begins[k]])
+            self._left.setdefault(digest, []).append((saved, k))
 
-    def take(self, prompt_ids: IntArray, voice: str) -> Completion | None:
+    def take(self, prompt_ids: IntArray, player: str) -> Completion | None:
         """Return the answer to a call with these tokens, [prompt] int32, and forget it; None: there
         is none."""
         left = self._left.get(_digest(prompt_ids), [])
-        taken = voice in self._voices.values()
-        for place, (of, k) in enumerate(left):
-            if self._voices.get(of.voice, None if taken else voice) == voice:
-                self._voices[of.voice] = voice
-                del left[place]
-                return of.completions[k]
+        is_known = player in self._players.values()
+        for index, (saved, k) in enumerate(left):
+            if self._players.get(saved.voice, None if is_known else player) == player:
+                self._players[saved.voice] = player
+                del left[index]
+                return saved.completions[k]
         return None
 
     @property
@@ -245,14 +245,14 @@ class KeptAnswers:
         """The calls that were not repeated yet, each alone."""
         return tuple(
             replace(
-                of,
-                token_ids=of.token_ids[: of.begins[k] + len(of.completions[k].token_ids)],
-                numbers=of.numbers[k : k + 1],
-                begins=of.begins[k : k + 1],
-                completions=of.completions[k : k + 1],
+                saved,
+                token_ids=saved.token_ids[: saved.begins[k] + len(saved.completions[k].token_ids)],
+                numbers=saved.numbers[k : k + 1],
+                begins=saved.begins[k : k + 1],
+                completions=saved.completions[k : k + 1],
             )
             for answers in self._left.values()
-            for of, k in answers
+            for saved, k in answers
         )
 
 

@@ -54,11 +54,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NO_REPLY: IntArray = np.zeros(0, np.int32)
-ASIDE_CHARS = 2**16
+THREAD_CHARS = 2**16
 """Messages with more characters are tokenised in a thread, not on the episodes' event loop."""
-ASIDE_THREADS = DaemonThreads(4)
+TOKENIZER_THREADS = DaemonThreads(4)
 """Threads for tokenisation: few, because each keeps a core or Python's GIL busy."""
-TELL_EACH = 100
+LOG_EACH = 100
 """Interval between logged truncated replies, in replies."""
 KEPT_OPENINGS = 256
 """Maximum number of openings whose tokens are cached, keyed by their messages."""
@@ -126,7 +126,7 @@ class ChatEnvs:
     async def following(
         self,
         before: IntArray,
-        said: Sequence[Message],
+        new: Sequence[Message],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
     ) -> tuple[IntArray, IntArray | None]:
@@ -136,12 +136,12 @@ class ChatEnvs:
 
         Args:
             before: [length] int32, up to the end of the policy's turn.
-            said: messages that follow it.
+            new: messages that follow it.
             messages: the whole conversation, for the opening.
             tools: the tools shown to the policy.
         """
         try:
-            more = await self.tokens(lambda: self.chat.continuation(before, said, tools), said)
+            more = await self.tokens(lambda: self.chat.continuation(before, new, tools), new)
             if more is not None:
                 return more, None
             opening = await self.tokens(lambda: self.opening(messages, tools), messages)
@@ -151,40 +151,40 @@ class ChatEnvs:
 
     async def tokens(self, work: Callable[[], T], messages: Sequence[Message]) -> T:
         """Run tokenisation work; in a thread if the messages are long."""
-        if chars_of(messages) <= ASIDE_CHARS:
+        if chars_of(messages) <= THREAD_CHARS:
             return work()
-        return await aside(work)
+        return await in_thread(work)
 
-    async def said(self, given: Said, method: str) -> list[Message]:
+    async def reply_messages(self, given: Said, method: str) -> list[Message]:
         """Convert the result of an environment's method to messages. Those that cannot fit are cut,
         counted and logged. Raises RolloutError."""
         limits = self.limits
-        said = messages_of(given, method)
+        messages = messages_of(given, method)
         most, left = limits.most_chars, min(limits.tools.result_chars, limits.most_chars)
-        if ASIDE_CHARS < chars_of(said) <= most:
-            long = long_texts(said, ASIDE_CHARS)
-            if await aside(lambda: any(map(limits.cannot_fit, long))):
+        if THREAD_CHARS < chars_of(messages) <= most:
+            long = long_texts(messages, THREAD_CHARS)
+            if await in_thread(lambda: any(map(limits.cannot_fit, long))):
                 most = left
-        kept, cut = fitted(said, most, left)
+        kept, cut = fitted(messages, most, left)
         if cut:
             self.count("long_replies")
             self._long += 1
-            if self._long == 1 or self._long % TELL_EACH == 0:
+            if self._long == 1 or self._long % LOG_EACH == 0:
                 log.warning(
                     "the environment's %s gave %d characters, which cannot fit into "
                     "sampler.max_length: %d in the middle are cut (%d such replies so far). Make "
                     "it return less.",
                     method,
-                    chars_of(said),
+                    chars_of(messages),
                     cut,
                     self._long,
                 )
         return kept
 
-    async def made(self) -> Environment:
+    async def make(self) -> Environment:
         """Return a new environment of the user's task, with its tools."""
-        make = self.task.environment or PlainEnvironment
-        env: Environment = value_of(await self.call(make), "constructor")
+        constructor = self.task.environment or PlainEnvironment
+        env: Environment = value_of(await self.call(constructor), "constructor")
         tools = tools_of(env, env.tools, self.task.tools)
         env.run_tools = Toolbox(tools, self.threads, self.limits.tools, self.count, self.outages)
         return env
@@ -194,7 +194,7 @@ class ChatEnvs:
         Raises RolloutTimeout."""
         work, limit_s = functools.partial(function, *given), self.limits.timeout_s
         try:
-            if getattr(function, "__func__", function) in OURS:
+            if getattr(function, "__func__", function) in IMMEDIATE:
                 return await settled(CallOutcome(work()), limit_s)
             return await run_either(work, self.threads, limit_s)
         except TooLate:
@@ -204,18 +204,18 @@ class ChatEnvs:
                 "faults.env_timeout_s."
             ) from None
 
-    async def again(
-        self, what: str, once: Callable[[], Awaitable[CallOutcome]], prompt: Prompt
+    async def retry(
+        self, what: str, attempt: Callable[[], Awaitable[CallOutcome]], prompt: Prompt
     ) -> CallOutcome:
         """Retry a call that raises, at most env.retries times, and in an outage until it is over.
         Timeouts are not retried. what: its name for Outages."""
 
         outcome = CallOutcome()
 
-        async def unless_away() -> CallOutcome:
+        async def attempts() -> CallOutcome:
             nonlocal outcome
             for failures in range(self.limits.retries + 1):
-                outcome = await once()
+                outcome = await attempt()
                 if outcome.error is not None and unavailable_cause(outcome.error) is not None:
                     raise outcome.error
                 if outcome.error is None or failures == self.limits.retries:
@@ -227,15 +227,15 @@ class ChatEnvs:
             return outcome
 
         try:
-            return await self.outages.until_answered(what, unless_away, about=prompt.prompt_id)
+            return await self.outages.until_answered(what, attempts, about=prompt.prompt_id)
         except RetriesExhausted:
             assert outcome.error is not None, "an outage is raised as an error"
             return CallOutcome(error=RetriesExhausted(describe_error(outcome.error)))
 
 
-async def aside(work: Callable[[], T]) -> T:
+async def in_thread(work: Callable[[], T]) -> T:
     """Run work on long texts off the episodes' event loop, in one of a few threads."""
-    return await asyncio.get_running_loop().run_in_executor(ASIDE_THREADS, work)
+    return await asyncio.get_running_loop().run_in_executor(TOKENIZER_THREADS, work)
 
 
 class PlainEnvironment(Environment):
@@ -252,14 +252,14 @@ class PlainEnvironment(Environment):
         """Do nothing: there is no state."""
 
 
-OURS = frozenset(
+IMMEDIATE = frozenset(
     (PlainEnvironment, Environment.reset, Environment.step, Environment.score, Environment.close)
 )
 """Functions that return immediately and need no thread."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Talk:
+class _Conversation:
     """A conversation so far."""
 
     messages: list[Message] = field(default_factory=list)
@@ -271,7 +271,7 @@ class ChatEnv:
     """One episode: ports.Env, Opens, Concludes and SavesState over an Environment."""
 
     def __init__(self, envs: ChatEnvs) -> None:
-        self._envs, self._talk = envs, _Talk()
+        self._envs, self._conversation = envs, _Conversation()
         self._env: Environment | None = None
         self._saved: Any = None  # state of the user's environment, to be restored
 
@@ -281,11 +281,11 @@ class ChatEnv:
 
         async def reset() -> CallOutcome:
             await self.close()
-            self._env = await self._envs.made()
+            self._env = await self._envs.make()
             return await self._envs.call(self._env.reset, record)
 
-        said = value_of(await self._envs.again("the environment (reset)", reset, prompt), "reset")
-        messages = await self._envs.said(said, "reset")
+        opened = value_of(await self._envs.retry("the environment (reset)", reset, prompt), "reset")
+        messages = await self._envs.reply_messages(opened, "reset")
         if not messages:
             raise RolloutError(
                 f"the environment's reset gave no message for prompt {prompt.prompt_id}, whose "
@@ -294,53 +294,53 @@ class ChatEnv:
             )
         messages = list(with_system_prompt(messages, self._envs.task.system_prompt))
         tools = self.schemas(prompt)
-        envs, asks = self._envs, bool(tools) and not self.own_schemas
+        envs, has_tools = self._envs, bool(tools) and not self.own_schemas
         try:
             opening = await envs.tokens(lambda: envs.opening(messages, tools), messages)
-            leaves_out = asks and np.array_equal(
+            omits_tools = has_tools and np.array_equal(
                 opening, await envs.tokens(lambda: envs.opening(messages, ()), messages)
             )
         except TextTooLong as error:
-            opening, leaves_out = error.token_ids, False
-        if leaves_out:
+            opening, omits_tools = error.token_ids, False
+        if omits_tools:
             raise RolloutError(
                 f"the chat format does not show the tools in prompt {prompt.prompt_id}'s record. "
                 "Set data.chat_format to one that shows tools, or rename the column."
             )
-        self._talk = _Talk(messages=messages, token_ids=opening)
+        self._conversation = _Conversation(messages=messages, token_ids=opening)
         return opening
 
     async def step(self, prompt: Prompt, completion: Completion) -> Reply:
         """Return the reply to the policy's message."""
-        env, talk = await self._ready(), self._talk
+        env, conversation = await self._ready(), self._conversation
         message = self._envs.chat.message(completion.token_ids, self.schemas(prompt))
         answers = self.own_schemas or not self.schemas(prompt)
-        given = await self._answered(env, message, prompt) if answers else Step(done=True)
-        said = await self._envs.said(given.messages, "step")
-        turns = talk.turns + 1
-        done, cut_off = given.done or not said, False
+        given = await self._step(env, message, prompt) if answers else Step(done=True)
+        replies = await self._envs.reply_messages(given.messages, "step")
+        turns = conversation.turns + 1
+        done, cut_off = given.done or not replies, False
         if not done and turns >= self._envs.limits.max_turns:
             self._envs.count("turn_limits")
             done = cut_off = True
-        before = np.concatenate([talk.token_ids, completion.token_ids]).astype(np.int32)
-        messages = [*talk.messages, message, *([] if done else said)]
+        before = np.concatenate([conversation.token_ids, completion.token_ids]).astype(np.int32)
+        messages = [*conversation.messages, message, *([] if done else replies)]
         reply, opening = NO_REPLY, None
         if not done:
             reply, opening = await self._envs.following(
-                before, said, messages, self.schemas(prompt)
+                before, replies, messages, self.schemas(prompt)
             )
         after = np.concatenate([before, reply]) if opening is None else opening
-        self._talk = _Talk(messages=messages, token_ids=after, turns=turns)
-        earned = earned_in(given)
+        self._conversation = _Conversation(messages=messages, token_ids=after, turns=turns)
+        score = step_score(given)
         return Reply(
             token_ids=reply,
             done=done,
-            reward=earned.reward,
-            parts=earned.parts,
+            reward=score.reward,
+            parts=score.parts,
             opening=opening,
             cut_off=cut_off,
-            opened=() if talk.turns else as_json(talk.messages),
-            messages=as_json((message, *([] if done else said))),
+            opened=() if conversation.turns else as_json(conversation.messages),
+            messages=as_json((message, *([] if done else replies))),
         )
 
     async def verdict(self) -> Score:
@@ -363,15 +363,15 @@ class ChatEnv:
         if own is None or (self._env is not None and not hasattr(self._env, "restore")):
             return None
         return {
-            "messages": [dict(message) for message in self._talk.messages],
-            "token_ids": self._talk.token_ids,
-            "turns": self._talk.turns,
+            "messages": [dict(message) for message in self._conversation.messages],
+            "token_ids": self._conversation.token_ids,
+            "turns": self._conversation.turns,
             "own": own,
         }
 
     def restore(self, state: Any) -> None:
         """Continue from `state`; the user's environment is made at the next step."""
-        self._talk = _Talk(
+        self._conversation = _Conversation(
             messages=list(state["messages"]),
             token_ids=np.asarray(state["token_ids"], np.int32),
             turns=int(state["turns"]),
@@ -402,7 +402,7 @@ class ChatEnv:
     async def _ready(self) -> Environment:
         """Return the user's environment, made and restored if the run was resumed."""
         if self._env is None:
-            env = await self._envs.made()
+            env = await self._envs.make()
             restore: Any = getattr(env, "restore", None)
             if restore is None:
                 raise RolloutError(
@@ -413,14 +413,14 @@ class ChatEnv:
             self._env, self._saved = env, None
         return self._env
 
-    async def _answered(self, env: Environment, message: Message, prompt: Prompt) -> Step:
-        async def once() -> CallOutcome:
+    async def _step(self, env: Environment, message: Message, prompt: Prompt) -> Step:
+        async def attempt() -> CallOutcome:
             return await self._envs.call(env.step, message)
 
         if env.repeatable:
-            outcome = await self._envs.again("the environment (step)", once, prompt)
+            outcome = await self._envs.retry("the environment (step)", attempt, prompt)
         else:
-            outcome = await once()
+            outcome = await attempt()
         given = value_of(outcome, "step")
         self._envs.outages.knows(ENVIRONMENT)
         return given if isinstance(given, Step) else Step(messages=given)
@@ -437,7 +437,7 @@ def value_of(outcome: CallOutcome, method: str) -> Any:
         raise kind(f"the environment's {method} {error}") from error.__cause__
 
 
-def earned_in(step: Step) -> Score:
+def step_score(step: Step) -> Score:
     """Return a step's reward and parts. The reward defaults to the sum of the parts."""
     parts = score_given(step.parts, "step")
     if step.reward is None:
@@ -454,21 +454,21 @@ def record_of(prompt: Prompt) -> dict[str, Any]:
     return record
 
 
-def messages_of(said: Said, method: str) -> list[Message]:
+def messages_of(given: Said, method: str) -> list[Message]:
     """Convert an environment's result to messages; a text becomes a user message. Raises
     RolloutError."""
-    if said is None:
+    if given is None:
         return []
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}] if said else []
-    listed = [said] if isinstance(said, Mapping) else said
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}] if given else []
+    listed = [given] if isinstance(given, Mapping) else given
     wrong = not isinstance(listed, Sequence) or any(
         not isinstance(m, Mapping) or not isinstance(m.get("role"), str) for m in listed
     )
     if wrong:
         raise RolloutError(
-            f"the environment's {method} gave {said!r:.100}. It must return a text, a message with "
-            "a role, a list of these, or None."
+            f"the environment's {method} gave {given!r:.100}. It must return a text, a message "
+            "with a role, a list of these, or None."
         )
     return list(listed)
 

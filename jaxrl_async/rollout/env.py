@@ -70,12 +70,12 @@ class GuardedEnvs:
         """
         self.make_env = make_env  # may be replaced before the run starts
         self._timeout_s, self._vocab_size = timeout_s, vocab_size
-        self._max_length, self._told_of = max_length, set[int]()
+        self._max_length, self._logged = max_length, set[int]()
         self._count, self._calls = count, UnderWay(clock)
 
     def __call__(self, prompt: Prompt) -> Env:
         """Make the environment of one episode. Raises RolloutError if it cannot be made."""
-        with _blamed(prompt, "cannot be made: its constructor"):
+        with _environment_errors(prompt, "cannot be made: its constructor"):
             env = self.make_env(prompt)
             return env if isinstance(env, Plays) else _Guarded(env, self, prompt)
 
@@ -89,14 +89,14 @@ class GuardedEnvs:
         Raises RolloutTimeout if the reply is late, RolloutError if it is not a valid reply or the
         environment raises.
         """
-        with _blamed(prompt):
+        with _environment_errors(prompt):
             reply = await self._in_time(env.step(prompt, completion), prompt, "one reply")
         self._refuse(prompt, _problem(reply, self._vocab_size))
         return reply
 
     async def opening(self, env: Opens, prompt: Prompt) -> IntArray:
         """Ask `env` for the beginning of its episode and check it. Raises as `reply` does."""
-        with _blamed(prompt):
+        with _environment_errors(prompt):
             tokens = await self._in_time(env.open(prompt), prompt, "the opening")
         problem = _problem_of_tokens(tokens, self._vocab_size, "an opening")
         self._refuse(prompt, problem or ("" if len(tokens) else "an opening without tokens."))
@@ -105,10 +105,10 @@ class GuardedEnvs:
 
     async def verdict(self, env: Concludes, prompt: Prompt) -> Score | None:
         """Ask `env` for the score of its whole episode. Raises as `reply` does."""
-        with _blamed(prompt):
+        with _environment_errors(prompt):
             score = await self._in_time(env.verdict(), prompt, "the score")
-        wrong = score is not None and not isinstance(score, Score)
-        self._refuse(prompt, f"{score!r:.60} as its score. It must be a Score." if wrong else "")
+        invalid = score is not None and not isinstance(score, Score)
+        self._refuse(prompt, f"{score!r:.60} as its score. It must be a Score." if invalid else "")
         return score
 
     async def close(self, env: Concludes, prompt: Prompt) -> None:
@@ -132,8 +132,8 @@ class GuardedEnvs:
         if self._max_length is None or length < self._max_length:
             return
         self._count("long_openings")
-        if prompt.prompt_id not in self._told_of:
-            self._told_of.add(prompt.prompt_id)
+        if prompt.prompt_id not in self._logged:
+            self._logged.add(prompt.prompt_id)
             log.warning(
                 "prompt %d: its opening has %d tokens, which leaves no room for an answer in %d: "
                 "the episode ends there, cut off. Shorten the record, or raise sampler.max_length.",
@@ -182,27 +182,27 @@ class _Guarded:
 
 
 def _called(prompt: Prompt, what: str, method: Callable[..., object], *args: object) -> Any:
-    with _blamed(prompt, f"cannot be saved: its {what}"):
+    with _environment_errors(prompt, f"cannot be saved: its {what}"):
         return method(*args)
 
 
-class _blamed:
+class _environment_errors:
     """Convert any error that an environment raises inside to a RolloutError naming the prompt.
 
     A class, because contextlib treats StopIteration specially.
     """
 
     def __init__(self, prompt: Prompt, what: str = "") -> None:
-        self._who = f"prompt {prompt.prompt_id}: the environment {what}".rstrip()
+        self._subject = f"prompt {prompt.prompt_id}: the environment {what}".rstrip()
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None or isinstance(error, RolloutError) or is_run_ending(error):
             return
         raised = f"raised {type(error).__name__}: {error}"
-        raise RolloutError(f"{self._who} {raised}. Correct it.") from error
+        raise RolloutError(f"{self._subject} {raised}. Correct it.") from error
 
 
 def snapshot(env: Env) -> Any:
@@ -249,9 +249,9 @@ def _problem_of_tokens(given: object, vocab_size: int, what: str) -> str:
             f"{what} of shape {tokens.shape} and type {tokens.dtype}. It must be token ids: "
             "one row of integers."
         )
-    if strange := [int(i) for i in tokens if not 0 <= i < vocab_size]:
+    if unknown := [int(i) for i in tokens if not 0 <= i < vocab_size]:
         return (
-            f"the token ids {strange[:8]}, {len(strange)} of {tokens.size}, which are not in the "
+            f"the token ids {unknown[:8]}, {len(unknown)} of {tokens.size}, which are not in the "
             f"vocabulary of {vocab_size}. Make them with the policy's own tokenizer."
         )
     return ""

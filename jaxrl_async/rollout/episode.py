@@ -158,21 +158,21 @@ def check_kept(completion: Completion, limits: EpisodeLimits, before: int) -> No
 
     before: number of tokens in the request.
     """
-    drawn = len(completion.token_ids)
-    if not drawn:
+    count = len(completion.token_ids)
+    if not count:
         return
     masks = 0 if completion.kept is None else completion.kept.num_tokens
-    if limits.keep_mask and masks != drawn:
+    if limits.keep_mask and masks != count:
         raise RolloutError(
-            f"request {completion.request_id}: the sampler returned {drawn} tokens, but sampling "
+            f"request {completion.request_id}: the sampler returned {count} tokens, but sampling "
             f"masks for {masks}. algorithm.keep_sampling_mask needs a sampler that fills "
             "Completion.kept; set it to false for other samplers."
         )
     routed = 0 if completion.expert_ids is None else len(completion.expert_ids)
-    if limits.keep_routing and routed != before + drawn - 1:
+    if limits.keep_routing and routed != before + count - 1:
         raise RolloutError(
-            f"request {completion.request_id}: the sampler returned {drawn} tokens after {before}, "
-            f"but the experts of {routed}, not of {before + drawn - 1}. algorithm.keep_routing "
+            f"request {completion.request_id}: the sampler returned {count} tokens after {before}, "
+            f"but the experts of {routed}, not of {before + count - 1}. algorithm.keep_routing "
             "needs a sampler that fills Completion.expert_ids; set it to false for other samplers."
         )
 
@@ -227,7 +227,7 @@ def resumed_progress(saved: SavedEpisode, env: Env) -> EpisodeProgress:
     )
 
 
-def made_progress(saved: SavedEpisode, make_env: MakeEnv, prompt: Prompt) -> EpisodeProgress:
+def new_progress(saved: SavedEpisode, make_env: MakeEnv, prompt: Prompt) -> EpisodeProgress:
     """Call `resumed_progress` with a new environment; if that fails, the episode will fail."""
     try:
         return resumed_progress(saved, make_env(prompt))
@@ -298,19 +298,19 @@ def begin_groups(
 
     Raises RolloutError if a prompt leaves no room, and errors of submit_many.
     """
-    begun, asking = [], []
+    begun, requesting = [], []
     requests: list[Any] = []
     for label, prompt, episodes in groups:
-        members = tuple(made_progress(saved, make_env, prompt) for saved in episodes)
+        members = tuple(new_progress(saved, make_env, prompt) for saved in episodes)
         for m, (saved, member) in enumerate(zip(episodes, members, strict=True)):
             if isinstance(member.env, Plays) or _must_open(member):
                 continue  # it makes requests itself, or once its environment has opened
             request = resumed_request(saved, label, prompt, m, limits.of(prompt), generate.seed)
             if request is not None and member.waiting is None:
                 requests.append(request)
-                asking.append(member)
+                requesting.append(member)
         begun.append(members)
-    for member, future in zip(asking, generate.submit_many(requests), strict=True):
+    for member, future in zip(requesting, generate.submit_many(requests), strict=True):
         member.waiting = future
     return begun
 
@@ -360,7 +360,7 @@ async def play_episode(
         return (played,) if isinstance(played, Episode) else played
     env, clock = progress.env, asyncio.get_running_loop().time
 
-    def ask() -> None:
+    def request_turn() -> None:
         request = next_request(label, prompt, member, progress.opening, progress.turns, limits)
         progress.waiting = generate.submit_many([request])[0]
 
@@ -371,7 +371,7 @@ async def play_episode(
             spent_s(clock() - started)
             if progress.stop is None:
                 progress.env_state = snapshot(env)
-                ask()
+                request_turn()
         while progress.stop is None:
             assert progress.waiting is not None, "the next turn has been requested"
             completion = await progress.waiting
@@ -379,7 +379,7 @@ async def play_episode(
             await _play_turn(prompt, progress, completion, limits)
             spent_s(clock() - started)
             if progress.stop is None:
-                ask()
+                request_turn()
     finally:
         if isinstance(env, Concludes):
             await env.close()
@@ -454,9 +454,9 @@ class PlayAgain:
 
     make_env: MakeEnv
     outages: Outages
-    started_over: Callable[[], None] = lambda: None  # called for a saved episode that restarts
+    on_restart: Callable[[], None] = lambda: None  # called for a saved episode that restarts
 
-    async def played(
+    async def play(
         self,
         generate: Generate,
         prompt: Prompt,
@@ -469,8 +469,8 @@ class PlayAgain:
     ) -> tuple[Episode, ...]:
         """Play as `play_episode` does."""
         begun = False
-        again = partial(
-            begin_again, generate, self.make_env, prompt, progress, label, member, limits
+        restart = partial(
+            restart_episode, generate, self.make_env, prompt, progress, label, member, limits
         )
         begin = partial(play_episode, generate, prompt, progress, label=label, member=member)
         play = partial(begin, limits=limits, spent_s=spent_s)
@@ -478,20 +478,20 @@ class PlayAgain:
         async def attempt() -> tuple[Episode, ...]:
             nonlocal begun
             if begun:
-                again()
+                restart()
             begun = True
             try:
                 return await play()
             except StartOver as error:
                 log.warning("prompt %d: %s It starts over.", prompt.prompt_id, error)
-                self.started_over()
-                again()
+                self.on_restart()
+                restart()
                 return await play()
 
         return await self.outages.until_answered(ENVIRONMENT, attempt, about=prompt.prompt_id)
 
 
-def begin_again(
+def restart_episode(
     generate: Generate,
     make_env: MakeEnv,
     prompt: Prompt,
@@ -503,9 +503,9 @@ def begin_again(
     """Reset an episode and queue its first turn; arguments as for `begin_groups`."""
     limits = limits.of(prompt)
     cancel(progress)
-    fresh = made_progress(SavedEpisode(), make_env, prompt)
-    for one in fields(EpisodeProgress):
-        setattr(progress, one.name, getattr(fresh, one.name))
+    fresh = new_progress(SavedEpisode(), make_env, prompt)
+    for each in fields(EpisodeProgress):
+        setattr(progress, each.name, getattr(fresh, each.name))
     if progress.waiting is None and not (isinstance(progress.env, Plays) or _must_open(progress)):
         request = next_request(label, prompt, member, progress.opening, progress.turns, limits)
         progress.waiting = generate.submit_many([request])[0]
@@ -542,12 +542,12 @@ async def play_group(
     """
     playing = [(m, member) for m, member in enumerate(members) if not member.left_out]
 
-    def leave_out(place: int, error: BaseException | None) -> None:
-        m, member = playing[place]
+    def leave_out(index: int, error: BaseException | None) -> None:
+        m, member = playing[index]
         member.left_out = True
         left_out(m, error)
 
-    play = play_episode if again is None else again.played
+    play = play_episode if again is None else again.play
     ended = await first_ended(
         [
             play(generate, prompt, member, label=label, member=m, limits=limits, spent_s=spent_s)
@@ -559,8 +559,8 @@ async def play_group(
     return tuple(episode for episodes in ended for episode in episodes)
 
 
-def drawn_so_far(progress: EpisodeProgress, partials: Iterable[Partial]) -> IntArray:
-    """Return the versions of an unfinished episode's sampled tokens, [drawn] int32.
+def sampled_versions(progress: EpisodeProgress, partials: Iterable[Partial]) -> IntArray:
+    """Return the versions of an unfinished episode's sampled tokens, [sampled] int32.
 
     partials: the sampled parts of its running turns.
     """

@@ -60,18 +60,18 @@ def assemble_contexts(
             begin = end
             prompt_ids = prompt_ids if turn.opening is None else turn.opening
     episode = episodes[0] if len(episodes) == 1 else joined_contexts(episodes)
-    opened, messages = said_in(turns)
+    opened, messages = messages_in(turns)
     score = _score(episode, turns, verdict)
     return replace(episode, score=score, opened=opened, messages=messages)
 
 
-def said_in(turns: Sequence[Turn]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def messages_in(turns: Sequence[Turn]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """Return Episode.opened and Episode.messages of these turns. An unfinished turn has a message
     without content. Both are empty if the environment uses only tokens."""
     if not any(turn.messages for turn in turns):
         return (), ()
-    said = [turn.messages or (CUT_OFF,) for turn in turns]
-    return turns[0].opened, tuple(message for of_turn in said for message in of_turn)
+    by_turn = [turn.messages or (CUT_OFF,) for turn in turns]
+    return turns[0].opened, tuple(message for messages in by_turn for message in messages)
 
 
 def unplayed_episode(
@@ -102,10 +102,10 @@ def _score(episode: Episode, turns: Sequence[Turn], verdict: Score | None) -> Sc
     ends = np.cumsum([len(turn.completion.token_ids) for turn in turns]) - 1
     earlier: FloatArray = np.zeros(len(episode.token_ids), np.float32)
     reward = turns[-1].reward + (0.0 if verdict is None else verdict.reward)
-    places, named = np.flatnonzero(episode.drawn), 0.0
+    indices, named = np.flatnonzero(episode.drawn), 0.0
     for turn, end in zip(turns[:-1], ends, strict=False):
         if len(turn.completion.token_ids):
-            earlier[places[end]] += turn.reward
+            earlier[indices[end]] += turn.reward
             named += turn.reward if turn.parts else 0.0
         else:
             reward += turn.reward
@@ -122,8 +122,8 @@ def joined_contexts(episodes: Sequence[Episode]) -> Episode:
 
     Sampling masks and expert ids are kept only if all contexts with sampled tokens have them.
     """
-    drawing = [e for e in episodes if e.num_drawn]
-    masks = [e.kept for e in drawing if e.kept is not None]
+    sampled = [e for e in episodes if e.num_drawn]
+    masks = [e.kept for e in sampled if e.kept is not None]
     routes = [e.expert_ids for e in episodes if e.expert_ids is not None]
     whole = replace(
         episodes[-1],
@@ -136,7 +136,7 @@ def joined_contexts(episodes: Sequence[Episode]) -> Episode:
         expert_ids=np.concatenate(routes) if len(routes) == len(episodes) else None,
         starts=tuple(int(s) for s in np.cumsum([0, *(len(e.token_ids) for e in episodes[:-1])])),
     )
-    return replace(whole, kept=_joined_kept(masks)) if len(masks) == len(drawing) else whole
+    return replace(whole, kept=_joined_kept(masks)) if len(masks) == len(sampled) else whole
 
 
 def current_context(prompt_ids: IntArray, turns: Sequence[Turn]) -> IntArray:
@@ -155,8 +155,8 @@ def next_branch(prompt_ids: IntArray, turns: Sequence[Turn]) -> int:
     if all(turn.opening is None for turn in turns):
         return 0
     seen = [current_context(prompt_ids, turns[:end]) for end in range(len(turns) + 1)]
-    drawn = [turn.completion.token_ids for turn in turns]
-    return branch_after(list(zip(seen, drawn, strict=False)), seen[-1])
+    sampled = [turn.completion.token_ids for turn in turns]
+    return branch_after(list(zip(seen, sampled, strict=False)), seen[-1])
 
 
 def assemble_episode(prompt_ids: IntArray, turns: Sequence[Turn], stop: StopReason) -> Episode:
@@ -227,8 +227,8 @@ def context_branch(root: IntArray, earlier: int) -> int:
         root: [root] int32, the tokens that its first request continues.
         earlier: number of the member's earlier requests with the same tokens.
     """
-    told = np.asarray(root, np.int32).tobytes() + b"/%d" % earlier
-    return 1 + int.from_bytes(hashlib.blake2b(told, digest_size=4).digest()) % 2**30
+    data = np.asarray(root, np.int32).tobytes() + b"/%d" % earlier
+    return 1 + int.from_bytes(hashlib.blake2b(data, digest_size=4).digest()) % 2**30
 
 
 def branch_after(calls: Sequence[tuple[IntArray, IntArray]], prompt: IntArray) -> int:
@@ -236,15 +236,15 @@ def branch_after(calls: Sequence[tuple[IntArray, IntArray]], prompt: IntArray) -
     computes it.
 
     Args:
-        calls: [prompt] and [drawn] int32 of the earlier requests, in order.
+        calls: [prompt] and [sampled] int32 of the earlier requests, in order.
         prompt: [prompt] int32 of this request.
     """
     contexts: list[tuple[IntArray, int]] = []  # tokens and branch of each context
-    for number, (now, drawn) in enumerate([*calls, (prompt, prompt[:0])]):
+    for number, (now, sampled) in enumerate([*calls, (prompt, prompt[:0])]):
         earlier = sum(np.array_equal(now, before) for before, _ in calls[:number])
         known = [n for n, (c, _) in enumerate(contexts) if np.array_equal(c, now[: len(c)])]
-        place = max(known, key=lambda n: len(contexts[n][0]), default=None)
+        longest = max(known, key=lambda n: len(contexts[n][0]), default=None)
         new = context_branch(now, earlier) if number else 0
-        branch = new if place is None else contexts.pop(place)[1]
-        contexts.append((np.concatenate([now, drawn]), branch))
+        branch = new if longest is None else contexts.pop(longest)[1]
+        contexts.append((np.concatenate([now, sampled]), branch))
     return branch + earlier

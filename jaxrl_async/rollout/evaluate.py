@@ -26,10 +26,10 @@ from jaxrl_async.rollout.env import MakeEnv, SingleTurn
 from jaxrl_async.rollout.episode import (
     PlayAgain,
     SavedEpisode,
-    begin_again,
     begin_groups,
     cancel,
     play_episode,
+    restart_episode,
 )
 from jaxrl_async.rollout.quorum import all_or_none
 from jaxrl_async.types import (
@@ -110,8 +110,8 @@ def played_prompt(
     return PlayedPrompt(
         index=index,
         prompt=prompt,
-        samples=tuple(m for m, of_sample in enumerate(by_sample) for _ in of_sample),
-        episodes=tuple(episode for of_sample in by_sample for episode in of_sample),
+        samples=tuple(m for m, answers in enumerate(by_sample) for _ in answers),
+        episodes=tuple(episode for answers in by_sample for episode in answers),
         scores=scores,
     )
 
@@ -175,10 +175,10 @@ async def evaluate(
     playing = _HeldOutPlay(generate, prompts, make_env, limits, effort, samples, label)
     busy, failed = asyncio.Semaphore(SCORED_AT_ONCE), list[int]()
 
-    async def one(index: int) -> list[PlayedPrompt]:
+    async def play_one(index: int) -> list[PlayedPrompt]:
         try:
-            by_sample = await all_or_none(playing.played(index, m) for m in range(samples))
-            episodes = tuple(episode for of_sample in by_sample for episode in of_sample)
+            by_sample = await all_or_none(playing.play(index, m) for m in range(samples))
+            episodes = tuple(episode for answers in by_sample for episode in answers)
             async with busy:
                 scores = await scorer(episodes, prompts[index])
         except (BadEndpoint, Closed):
@@ -193,10 +193,10 @@ async def evaluate(
         return [played_prompt(index, prompts[index], by_sample, scores)]
 
     try:
-        played = await all_or_none(one(i) for i in range(len(prompts)))
+        played = await all_or_none(play_one(i) for i in range(len(prompts)))
     finally:
         playing.cancel()
-    return eval_result([one for of_prompt in played for one in of_prompt], decode, num_samples)
+    return eval_result([one for results in played for one in results], decode, num_samples)
 
 
 class _HeldOutPlay:
@@ -217,13 +217,13 @@ class _HeldOutPlay:
         self._limits, self._effort, self._label = limits, effort, label
         self._play: Callable[..., Coroutine[Any, Any, tuple[Episode, ...]]] = play_episode
         if effort.outages is not None:
-            self._play = PlayAgain(make_env=make_env, outages=effort.outages).played
-        self._places = asyncio.Semaphore(effort.at_once)
+            self._play = PlayAgain(make_env=make_env, outages=effort.outages).play
+        self._slots = asyncio.Semaphore(effort.at_once)
         new = (SavedEpisode(),) * samples
         groups = [(f"{label}/{i}", p, new) for i, p in enumerate(prompts)]
         self._begun = begin_groups(generate, make_env, groups, limits)
 
-    async def played(self, index: int, sample: int) -> tuple[Episode, ...]:
+    async def play(self, index: int, sample: int) -> tuple[Episode, ...]:
         """Play a sample of a prompt, with up to effort.retries retries; return its answer, or those
         of a game's seats. Raises as `evaluate`."""
         label, effort = f"{self._label}/{index}", self._effort
@@ -238,7 +238,7 @@ class _HeldOutPlay:
                 log.warning("retrying %s in %.1f s: %s", label, wait_s, error)
             await asyncio.sleep(wait_s)
             label = f"{self._label}/{index}.{failures + 1}"
-            begin_again(
+            restart_episode(
                 self._generate,
                 self._make_env,
                 self._prompts[index],
@@ -258,7 +258,7 @@ class _HeldOutPlay:
     async def _attempt(self, index: int, sample: int, label: str) -> tuple[Episode, ...]:
         member = self._begun[index][sample]
         late = isinstance(member.env, Opens | Plays)  # starts when it is played
-        async with self._places if late else contextlib.nullcontext():
+        async with self._slots if late else contextlib.nullcontext():
             return await self._play(
                 self._generate,
                 self._prompts[index],
@@ -314,7 +314,7 @@ def seat_rewards(played: Iterable[tuple[Episode, Score]]) -> dict[str, float]:
     for episode, score in played:
         if episode.seat:
             rewards.setdefault(episode.seat, []).append(score.total)
-    return {seat: float(np.mean(of_seat)) for seat, of_seat in sorted(rewards.items())}
+    return {seat: float(np.mean(values)) for seat, values in sorted(rewards.items())}
 
 
 def accuracy(scores: Sequence[Score]) -> float | None:

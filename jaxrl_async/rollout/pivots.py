@@ -1,6 +1,6 @@
 """Pivots: tokens of finished answers from which further continuations are sampled.
 
-    episodes of a group ──choose──> Fork(trunk, place) ──Request: prompt and prefix──> Generate
+    episodes of a group ──choose──> Fork(trunk, position) ──Request: prompt and prefix──> Generate
                                                                                         │
     EpisodeGroup <── members, then continuations: the prefix is read, not sampled <─────┘
 
@@ -73,29 +73,29 @@ def chosen_members(plan: PivotPlan, prompt: Prompt, count: int) -> list[int]:
     return sorted(random.permutation(count)[: plan.members].tolist())
 
 
-def pivot_places(
+def pivot_positions(
     token_ids: IntArray, logprobs: FloatArray, plan: PivotPlan, random: np.random.Generator
 ) -> list[int]:
     """Return the positions in a trunk's sampled tokens where continuations begin, ascending; never
     the first token, before which nothing is shared.
 
     Args:
-        token_ids: [drawn] int32.
-        logprobs: [drawn], of the sampling distribution; NaN: not known, and never the lowest.
+        token_ids: [sampled] int32.
+        logprobs: [sampled], of the sampling distribution; NaN: not known, and never the lowest.
         plan: number and kind of pivots.
         random: used where the plan leaves a choice.
     """
     length, count = len(token_ids), plan.per_member
-    places = np.arange(1, length)
+    positions = np.arange(1, length)
     if plan.where == "fractions":
         cuts = np.round(length * np.arange(1, count + 1) / (count + 1)).astype(np.int64)
         return sorted({int(cut) for cut in cuts if 1 <= cut < length})
     if plan.where == "lowest_logprob":
-        known = places[np.isfinite(logprobs[1:])]
+        known = positions[np.isfinite(logprobs[1:])]
         return sorted(known[np.argsort(logprobs[known], kind="stable")][:count].tolist())
     if plan.where == "mark":
-        places = places[[plan.marked(int(token)) for token in token_ids[:-1]]]
-    return sorted(random.permutation(places)[:count].tolist())
+        positions = positions[[plan.marked(int(token)) for token in token_ids[:-1]]]
+    return sorted(random.permutation(positions)[:count].tolist())
 
 
 def planned_forks(
@@ -120,8 +120,8 @@ def planned_forks(
         member, episode = episodes[trunk]
         random = np.random.default_rng([CHOICE, prompt.position, member])
         begin = len(episode.token_ids) - episode.num_drawn
-        places = pivot_places(episode.token_ids[begin:], episode.logprobs[begin:], plan, random)
-        for at in places:
+        tokens, logprobs = episode.token_ids[begin:], episode.logprobs[begin:]
+        for at in pivot_positions(tokens, logprobs, plan, random):
             point = ForkPoint(trunk, begin + at)
             request = make_request(
                 label, prompt, member, 1, episode.token_ids[: point.start], limits
@@ -141,15 +141,15 @@ def planned_forks(
     return forks
 
 
-def fork_branches(place: int, count: int) -> list[int]:
+def fork_branches(position: int, count: int) -> list[int]:
     """Return distinct branches (types.Request.branch) of a pivot's continuations. Branches of
-    different places are unrelated."""
-    digest = hashlib.blake2b(f"pivot {place}".encode(), digest_size=4).digest()
+    different positions are unrelated."""
+    digest = hashlib.blake2b(f"pivot {position}".encode(), digest_size=4).digest()
     first = int.from_bytes(digest)
     return [1 + (first + i) % BRANCH_END for i in range(count)]
 
 
-async def drawn_forks(
+async def sample_forks(
     generate: Generate,
     forks: Sequence[Fork],
     episodes: Sequence[Episode],
@@ -191,15 +191,15 @@ async def drawn_forks(
 def _continuation(
     fork: Fork, completion: Completion, trunk: Episode, limits: EpisodeLimits
 ) -> Continuation:
-    prefix, place = fork.request.token_ids, fork.point.start
-    check_kept(completion, limits, place)
+    prefix, begin = fork.request.token_ids, fork.point.start
+    check_kept(completion, limits, begin)
     turn = Turn(completion=completion, reply=NOTHING)
     episode = replace(assemble_episode(prefix, [turn], completion.stop), peers=fork.point.name)
     whole = replace(
         episode,
-        drawn=np.concatenate([trunk.drawn[:place], episode.drawn[place:]]),
-        logprobs=np.concatenate([trunk.logprobs[:place], episode.logprobs[place:]]),
-        versions=np.concatenate([trunk.versions[:place], episode.versions[place:]]),
+        drawn=np.concatenate([trunk.drawn[:begin], episode.drawn[begin:]]),
+        logprobs=np.concatenate([trunk.logprobs[:begin], episode.logprobs[begin:]]),
+        versions=np.concatenate([trunk.versions[:begin], episode.versions[begin:]]),
         kept=None,
     )
     return Continuation(episode=episode, whole=whole)

@@ -41,7 +41,7 @@ async def first_ended(
 
     Args:
         work: coroutines to run concurrently.
-        quota: number of wanted results, and the minimum if others fail.
+        quota: number of needed results, and the minimum if others fail.
         leave_out: called with the index in `work` of each dropped item and its exception; None: it
             was not needed. Called before it is cancelled.
 
@@ -49,7 +49,7 @@ async def first_ended(
     immediately. No task is left running in any case.
     """
     tasks = [asyncio.ensure_future(one) for one in work]
-    places = {task: place for place, task in enumerate(tasks)}
+    indices = {task: index for index, task in enumerate(tasks)}
     ended: list[asyncio.Task[T]] = []  # in order of completion
     for task in tasks:
         task.add_done_callback(ended.append)
@@ -71,12 +71,12 @@ async def first_ended(
                 raise error
             if len(kept) + len(tasks) - seen < quota.least:
                 raise first
-            leave_out(places[task], error)
+            leave_out(indices[task], error)
         if len(kept) < quota.least:  # a resumed group with fewer members than are now needed
             raise first or RolloutError(f"{len(tasks)} members are left, fewer than {quota.least}.")
         for task in [*ended[seen:], *(t for t in tasks if t not in ended)]:
-            leave_out(places[task], _error_of(task) if task in ended else None)
-        return tuple(task.result() for task in sorted(kept, key=places.__getitem__))
+            leave_out(indices[task], _error_of(task) if task in ended else None)
+        return tuple(task.result() for task in sorted(kept, key=indices.__getitem__))
     finally:
         for task in tasks:
             task.cancel()

@@ -42,10 +42,10 @@ from jaxrl_async.rollout.episode import (
     SavedEpisode,
     begin_groups,
     cancel,
-    drawn_so_far,
     play_group,
+    sampled_versions,
 )
-from jaxrl_async.rollout.pivots import Continuation, PivotPlan, drawn_forks, planned_forks
+from jaxrl_async.rollout.pivots import Continuation, PivotPlan, planned_forks, sample_forks
 from jaxrl_async.rollout.quorum import Quota
 from jaxrl_async.rollout.running_groups import PROGRESS_S, Playing, RunningGroups, SavedGroup
 from jaxrl_async.tasks.usercode import end_tasks
@@ -126,14 +126,14 @@ class ConsecutiveFailures:
             always_waits: wait also before any group has succeeded.
         """
         self.number = 0
-        self.rests_until_s = 0.0  # on the clock: no group starts before
+        self.backoff_until_s = 0.0  # on the clock: no group starts before
         self._most, self._first_wait_s, self._clock = most, first_wait_s, clock
         self._first: BaseException | None = None  # cause
         self._some_succeeded = always_waits
 
     def succeeded(self) -> None:
         """Note that a group has succeeded."""
-        self.number, self.rests_until_s, self._some_succeeded = 0, 0.0, True
+        self.number, self.backoff_until_s, self._some_succeeded = 0, 0.0, True
 
     def failed(self, prompt: Prompt, error: BaseException, *, after: int) -> None:
         """Count a failure, unless its group started before the last one was known; raise
@@ -146,7 +146,7 @@ class ConsecutiveFailures:
         self._first = error if self.number == 0 else self._first
         self.number += 1
         if self._some_succeeded:
-            self.rests_until_s = self._clock() + backoff_s(self._first_wait_s, self.number - 1)
+            self.backoff_until_s = self._clock() + backoff_s(self._first_wait_s, self.number - 1)
         if self.number >= self._most:
             raise RolloutError(
                 f"{self.number} groups failed in a row, each started after the previous failure, "
@@ -156,9 +156,10 @@ class ConsecutiveFailures:
 
 
 class FailuresByTask:
-    """Failed groups in a row of each task of a run. Owned by one thread; `rests` is thread safe.
+    """Failed groups in a row of each task of a run. Owned by one thread; `is_backing_off` is
+    thread safe.
 
-    With several tasks, one that fails rests alone, and longer after each failure; the run ends only
+    With several tasks, one that fails waits alone, and longer after each failure; the run ends only
     once the last groups of all tasks have failed.
     """
 
@@ -184,14 +185,14 @@ class FailuresByTask:
         return self._by_task[prompt.task]
 
     @property
-    def rests_until_s(self) -> float:
+    def backoff_until_s(self) -> float:
         """Time on the clock before which no task starts a group."""
-        return min(self._by_task[name].rests_until_s for name in self._names)
+        return min(self._by_task[name].backoff_until_s for name in self._names)
 
-    def rests(self, task: str) -> bool:
+    def is_backing_off(self, task: str) -> bool:
         """Return whether a task starts no group for now."""
         own = self._by_task.get(task)
-        return own is not None and self._clock() < own.rests_until_s
+        return own is not None and self._clock() < own.backoff_until_s
 
     def failed(self, prompt: Prompt, error: BaseException, *, after: int) -> None:
         """Count a failure as ConsecutiveFailures does. Raises RolloutError if all tasks fail."""
@@ -241,7 +242,7 @@ class RolloutLoop:
             observe: called with each scored group before it goes to the gate.
             begins: called before a group's environments are made, also when a group is resumed.
             outages: waited out by each episode; None: an outage is an ordinary failure.
-            may_begin: asked before each prompt is taken; False: its group waits until others end.
+            may_begin: called before each prompt is taken; False: its group waits until others end.
             clock: for the wait after a failure.
         """
         self._prompts = prompts
@@ -253,7 +254,7 @@ class RolloutLoop:
         self._again = (
             None
             if outages is None
-            else PlayAgain(make_env=make_env, outages=outages, started_over=self._note_started_over)
+            else PlayAgain(make_env=make_env, outages=outages, on_restart=self._note_restart)
         )
         self._clock = clock
         self.failures = FailuresByTask(
@@ -261,7 +262,7 @@ class RolloutLoop:
         )
         self._may_begin = may_begin
         self._held: tuple[Ticket, ...] = ()  # for groups that no task may start yet
-        self._left = asyncio.Event()  # a group has ended since tickets were last held
+        self._group_ended = asyncio.Event()  # a group has ended since tickets were last held
         self._restored: tuple[SavedGroup, ...] = ()  # played before all others
         self._running = RunningGroups(generate, gate)
         self._stats = RolloutStats()
@@ -310,7 +311,7 @@ class RolloutLoop:
                 finally:
                     await end_tasks(running)
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise _first_leaf(errors) from None
         finally:
             self._running.close()
 
@@ -327,9 +328,9 @@ class RolloutLoop:
         """Queue the next requests of these groups in one call. Empty: the sampler is closed."""
         for group in groups:
             self._begins(group.ticket, group.prompt)
-        asked = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
+        labelled = [(f"g{g.ticket.group}", g.prompt, g.episodes) for g in groups]
         try:
-            begun = begin_groups(self._generate, self._make_env, asked, self._settings.limits)
+            begun = begin_groups(self._generate, self._make_env, labelled, self._settings.limits)
         except Closed:
             return []
         burst = [
@@ -344,7 +345,7 @@ class RolloutLoop:
         self._running.add(burst)
         return burst
 
-    def _note_started_over(self) -> None:
+    def _note_restart(self) -> None:
         """Count a restored episode whose environment could not be restored."""
         self._stats = self._stats.plus(restarted_episodes=1)
 
@@ -369,28 +370,28 @@ class RolloutLoop:
             try:
                 with span("wait at the gate", "gate"):
                     wait_s = ADMIT_S
-                    if self._held:  # until a group ends, or a task has rested
-                        await self._until_one_ends()
+                    if self._held:  # until a group ends, or the wait of a task is over
+                        await self._wait_for_end()
                         wait_s = 0.0
                     tickets += await asyncio.to_thread(self._gate.admit, wait_s)
             except Closed:
                 return []
             finally:
                 self._stats = self._stats.plus(gate_wait_s=time.monotonic() - started)
-            if self._clock() < self.failures.rests_until_s:
+            if self._clock() < self.failures.backoff_until_s:
                 continue
-            self._left.clear()
+            self._group_ended.clear()
             waiting = sorted(tickets, key=lambda t: t.group)
             while waiting and self._may_begin():
-                prompt = _next_of(self._prompts)
+                prompt = _next_prompt(self._prompts)
                 begun.append(SavedGroup(ticket=waiting.pop(0), prompt=prompt, episodes=fresh))
             tickets = self._held = tuple(waiting)
         return self._begin(begun)
 
-    async def _until_one_ends(self) -> None:
+    async def _wait_for_end(self) -> None:
         """Wait until a group ends, for ADMIT_S at most."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._left.wait(), ADMIT_S)
+            await asyncio.wait_for(self._group_ended.wait(), ADMIT_S)
 
     async def _play(self, playing: Playing) -> None:
         """Play and score one group, and put it into the gate.
@@ -403,7 +404,7 @@ class RolloutLoop:
         """
         self._stats = self._stats.plus(active=1)
         try:
-            group = await self._made_in_time(playing)
+            group = await self._make_in_time(playing)
             if playing not in self._running:
                 return
             self._observe(without_forks(group))
@@ -418,13 +419,13 @@ class RolloutLoop:
                 return
             if is_run_ending(error) or isinstance(error, BadEndpoint):
                 raise
-            self._forgive(playing, error)
+            self._give_back(playing, error)
         finally:
             self._stats = self._stats.plus(active=-1)
             self._running.ended(playing)
-            self._left.set()
+            self._group_ended.set()
 
-    async def _made_in_time(self, playing: Playing) -> EpisodeGroup:
+    async def _make_in_time(self, playing: Playing) -> EpisodeGroup:
         """Play and score a group within its task's timeout. Raises RolloutTimeout."""
         task = playing.prompt.task
         limit_s = self._settings.timeouts_s.get(task)
@@ -461,13 +462,13 @@ class RolloutLoop:
             left_out=left_out,
             spent_s=self._count_env,
         )
-        continued, lost = await _continued(self._generate, settings, playing, episodes)
-        drawn = sum(one.episode.num_drawn for one in continued)
+        continued, lost = await _sample_continuations(self._generate, settings, playing, episodes)
+        sampled = sum(one.episode.num_drawn for one in continued)
         self._stats = self._stats.plus(
             forks=len(continued),
             lost_forks=lost,
-            fork_tokens=drawn,
-            shared_tokens=sum(one.whole.num_drawn for one in continued) - drawn,
+            fork_tokens=sampled,
+            shared_tokens=sum(one.whole.num_drawn for one in continued) - sampled,
         )
         judged = (*episodes, *(c.whole for c in continued))
         episodes = (*episodes, *(c.episode for c in continued))
@@ -483,7 +484,7 @@ class RolloutLoop:
 
     def _count_left_out(self, playing: Playing, m: int, error: BaseException | None) -> None:
         if error is None:
-            tokens = len(drawn_so_far(playing.members[m], ()))
+            tokens = len(sampled_versions(playing.members[m], ()))
             self._stats = self._stats.plus(cancelled_members=1, cancelled_turn_tokens=tokens)
             return
         self._stats = self._stats.plus(lost_members=1)
@@ -498,7 +499,7 @@ class RolloutLoop:
     def _count_env(self, seconds: float) -> None:
         self._stats = self._stats.plus(env_s=seconds)
 
-    def _forgive(self, playing: Playing, error: BaseException) -> None:
+    def _give_back(self, playing: Playing, error: BaseException) -> None:
         """Give the ticket back, unless too many consecutive groups have failed, or the samplers
         have ended, in which case all groups would fail.
 
@@ -517,7 +518,7 @@ class RolloutLoop:
         self._gate.fail(ticket, prompt, Drop.FAILED)
 
 
-def _next_of(prompts: Iterator[Prompt]) -> Prompt:
+def _next_prompt(prompts: Iterator[Prompt]) -> Prompt:
     """Return the next prompt. Raises RolloutError if there is none."""
     prompt = next(prompts, None)
     if prompt is None:
@@ -527,7 +528,7 @@ def _next_of(prompts: Iterator[Prompt]) -> Prompt:
     return prompt
 
 
-async def _continued(
+async def _sample_continuations(
     generate: Generate, settings: RolloutSettings, playing: Playing, episodes: Sequence[Episode]
 ) -> tuple[list[Continuation], int]:
     """Sample the continuations of a group's episodes from their pivots. Return them, and the number
@@ -542,7 +543,7 @@ async def _continued(
         label=playing.label,
         limits=settings.limits.of(playing.prompt),
     )
-    done = await drawn_forks(generate, forks, episodes, settings.limits.of(playing.prompt))
+    done = await sample_forks(generate, forks, episodes, settings.limits.of(playing.prompt))
     return done, len(forks) - len(done)
 
 
@@ -560,10 +561,10 @@ def _started_over(saved: Sequence[SavedGroup], burst: Sequence[Playing]) -> list
     call."""
     return [
         group
-        for of_group, group in zip(saved, burst, strict=False)
+        for saved_group, group in zip(saved, burst, strict=False)
         if any(
             isinstance(member.env, Plays) and not (one.calls or one.left_out)
-            for one, member in zip(of_group.episodes, group.members, strict=False)
+            for one, member in zip(saved_group.episodes, group.members, strict=False)
         )
     ]
 
@@ -573,7 +574,7 @@ def _cancel(group: Playing, _: object) -> None:
         cancel(member)
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first leaf of a group of exceptions."""
     inner = errors.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+    return _first_leaf(inner) if isinstance(inner, BaseExceptionGroup) else inner

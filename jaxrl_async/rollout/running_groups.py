@@ -15,8 +15,8 @@ from jaxrl_async.rollout.episode import (
     EpisodeProgress,
     SavedCalls,
     SavedEpisode,
-    drawn_so_far,
     request_id,
+    sampled_versions,
     saved_episode,
 )
 from jaxrl_async.rollout.episode_assembly import Turn
@@ -54,17 +54,17 @@ class Playing:
         """The group's part of its request ids."""
         return f"g{self.ticket.group}"
 
-    def drawn(self, partials: Sequence[Partial]) -> list[IntArray]:
-        """Return the versions of each member's sampled tokens so far, [drawn] int32.
+    def sampled_versions(self, partials: Sequence[Partial]) -> list[IntArray]:
+        """Return the versions of each member's sampled tokens so far, [sampled] int32.
 
         partials: the sampled parts of this group's running requests.
         """
         versions = []
         for m, member in enumerate(self.members):
             turn = request_id(self.label, m, len(member.turns))
-            own = f"{self.label}/m{m}" if isinstance(member.env, Plays) else turn
-            mine = [p for p in partials if f"{p.request.request_id}/".startswith(f"{own}/")]
-            versions.append(drawn_so_far(member, mine))
+            prefix = f"{self.label}/m{m}" if isinstance(member.env, Plays) else turn
+            own = [p for p in partials if f"{p.request.request_id}/".startswith(f"{prefix}/")]
+            versions.append(sampled_versions(member, own))
         return versions
 
     def saved(self, partials: Mapping[str, Partial]) -> SavedGroup:
@@ -74,8 +74,8 @@ class Playing:
             ticket=self.ticket,
             prompt=self.prompt,
             episodes=tuple(
-                saved_episode(member, partials.get(of_turn))
-                for member, of_turn in zip(self.members, ids, strict=True)
+                saved_episode(member, partials.get(turn))
+                for member, turn in zip(self.members, ids, strict=True)
             ),
         )
 
@@ -172,9 +172,9 @@ class RunningGroups:
             oldest = self._oldest
             if all(p.ticket.version >= oldest for p in self._groups.values()):
                 continue  # no token is older than its group's ticket
-            drawn = await asyncio.to_thread(_drawn, self._generate, UNSEEN)
+            partials = await asyncio.to_thread(_reported, self._generate, UNSEEN)
             running = [p for n, p in self._groups.items() if n in self._tasks]
-            for playing, first, lengths in _too_old(running, drawn, oldest):
+            for playing, first, lengths in _too_old(running, partials, oldest):
                 self._cancel(playing, first, lengths)
 
     def _cancel(self, playing: Playing, oldest: int, lengths: tuple[int, ...]) -> None:
@@ -205,16 +205,16 @@ class RunningGroups:
         The sampler is read first; anything that it finishes meanwhile is in the episodes. Raises
         RolloutError after timeout_s.
         """
-        drawn, loop = _drawn(self._generate, UNSAVED), self._loop
+        partials, loop = _reported(self._generate, UNSAVED), self._loop
         if loop is None:
-            return self._saved(drawn)
+            return self._saved(partials)
         saved: Future[tuple[SavedGroup, ...]] = Future()
         try:
-            loop.call_soon_threadsafe(lambda: saved.set_result(self._saved(drawn)))
+            loop.call_soon_threadsafe(lambda: saved.set_result(self._saved(partials)))
             return saved.result(timeout_s)
         except (RuntimeError, TimeoutError):
             if self._loop is None:  # it has ended in the meantime
-                return self._saved(drawn)
+                return self._saved(partials)
             raise RolloutError(
                 f"the rollouts did not report their running groups within {timeout_s:.0f} s: an "
                 "environment or a scorer blocks their event loop. Make it await, or use a thread."
@@ -222,37 +222,37 @@ class RunningGroups:
 
     def snapshot(self) -> tuple[SavedGroup, ...]:
         """Return the same as `progress`, on the loop's own thread."""
-        return self._saved(_drawn(self._generate, UNSAVED))
+        return self._saved(_reported(self._generate, UNSAVED))
 
-    def _saved(self, drawn: Mapping[str, Partial]) -> tuple[SavedGroup, ...]:
-        return tuple(group.saved(drawn) for group in self._groups.values())
+    def _saved(self, partials: Mapping[str, Partial]) -> tuple[SavedGroup, ...]:
+        return tuple(group.saved(partials) for group in self._groups.values())
 
 
-def _drawn(generate: Generate, without: str) -> dict[str, Partial]:
+def _reported(generate: Generate, consequence: str) -> dict[str, Partial]:
     """Return the sampled parts of running turns by request id; empty if the sampler does not report
-    them. without: the consequence, for the log message."""
+    them. consequence: for the log message."""
     try:
         return {p.request.request_id: p for p in generate.progress()}
     except Exception as error:
-        told = "the sampler does not report its running requests (%s): %s"
-        log.warning(told, with_kind(error), without)
+        message = "the sampler does not report its running requests (%s): %s"
+        log.warning(message, with_kind(error), consequence)
         return {}
 
 
 def _too_old(
-    running: Sequence[Playing], drawn: Mapping[str, Partial], oldest: int
+    running: Sequence[Playing], partials: Mapping[str, Partial], oldest: int
 ) -> list[tuple[Playing, int, tuple[int, ...]]]:
     """Return the groups with a token older than this version, each with the version of its oldest
     token and the number of sampled tokens of each member.
 
-    drawn: the sampled parts of running turns by request id.
+    partials: the sampled parts of running turns by request id.
     """
     by_label: dict[str, list[Partial]] = {}
-    for request, part in drawn.items():
+    for request, part in partials.items():
         by_label.setdefault(request.partition("/")[0], []).append(part)
     found = []
     for playing in running:
-        versions = playing.drawn(by_label.get(playing.label, ()))
+        versions = playing.sampled_versions(by_label.get(playing.label, ()))
         first = min((int(v.min()) for v in versions if len(v)), default=oldest)
         if first < oldest:
             found.append((playing, first, tuple(len(v) for v in versions)))

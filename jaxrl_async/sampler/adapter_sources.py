@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from jaxrl_async.errors import Closed
 from jaxrl_async.model.spec import Params
 from jaxrl_async.ports.weights import WeightSource
-from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
+from jaxrl_async.sampler.batch.adapter_slots import AdapterSlots, LoadedAdapter
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.program_arguments import EngineWeights
 
@@ -31,11 +31,11 @@ class AdapterChange:
     version: int | None = None  # None: the next one
     probe_logprobs: Any = None  # the trainer's, on the sampler's probe; None: no check
     compared: bool = False  # see types.VersionedParams
-    done: "Future[PlacedAdapter | None]" = field(default_factory=Future)
+    done: "Future[LoadedAdapter | None]" = field(default_factory=Future)
 
 
 class StagesChanges(Protocol):
-    """Queues changes that are made between two blocks."""
+    """Queues changes to make between two blocks."""
 
     def stage(self, change: AdapterChange) -> None:
         """Queue a change."""
@@ -78,7 +78,7 @@ class AdapterSources:
                 compared=update.compared,
             )
             self.staged.add(name)
-            change.done.add_done_callback(self._told(name, source))
+            change.done.add_done_callback(self._record_done(name, source))
             changes.stage(change)
 
     def check(self) -> None:
@@ -95,38 +95,38 @@ class AdapterSources:
     def rejoined(self) -> "AdapterSources":
         """Return the sources of the successor of this sampler, which has left. A run that has ended
         has no source any more."""
-        again: dict[str, WeightSource] = {}
+        sources: dict[str, WeightSource] = {}
         for name, source in self.by_name.items():
             try:
-                again[name] = source.rejoin()
+                sources[name] = source.rejoin()
             except Closed:
                 log.debug("adapter %r is no longer followed: its run has ended", name)
-        return AdapterSources(by_name=again)
+        return AdapterSources(by_name=sources)
 
-    def renewed(self, engine: Engine, places: AdapterPlaces, weights: Any) -> EngineWeights:
+    def renewed(self, engine: Engine, slots: AdapterSlots, weights: Any) -> EngineWeights:
         """Return the weights of a new sampler, with the newest version of each adapter. Waits for
         weights in transfer."""
         renewed: EngineWeights = weights
         for name, source in self.by_name.items():
             update = source.poll(wait=True)
             if update is not None:
-                place = places.place_for(name)
-                renewed = engine.load_place(renewed, update.params, place)
-                places.put(PlacedAdapter(name=name, version=update.version, place=place))
+                slot = slots.slot_for(name)
+                renewed = engine.load_adapter(renewed, update.params, slot)
+                slots.put(LoadedAdapter(name=name, version=update.version, slot=slot))
                 source.live(update.version)
         return renewed
 
-    def _told(self, name: str, source: WeightSource) -> Any:
+    def _record_done(self, name: str, source: WeightSource) -> Any:
         """Return a callback that records whether a change was made."""
 
-        def told(done: "Future[PlacedAdapter | None]") -> None:
+        def record(done: "Future[LoadedAdapter | None]") -> None:
             self.staged.discard(name)
             error = done.exception()
             if error is not None:
                 self.error = error
                 return
-            placed = done.result()
-            assert placed is not None
-            source.live(placed.version)
+            loaded = done.result()
+            assert loaded is not None
+            source.live(loaded.version)
 
-        return told
+        return record

@@ -1,6 +1,6 @@
 """Adapters of a sampler, loaded, swapped and unloaded by name while it decodes.
 
-    caller ──load, unload──> AdapterChange ──between two blocks──> places, stack ──> caller
+    caller ──load, unload──> AdapterChange ──between two blocks──> slots, stack ──> caller
 
 A change of an adapter affects only the requests that name it, as sampler.on_new_weights says for
 new weights. An adapter is unloaded once the last request that names it is done, and takes no new
@@ -21,7 +21,7 @@ from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec, Params
 from jaxrl_async.ports.weights import WeightSource
 from jaxrl_async.sampler.adapter_sources import AdapterChange, AdapterSources
-from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
+from jaxrl_async.sampler.batch.adapter_slots import AdapterSlots, LoadedAdapter
 from jaxrl_async.sampler.batch.batch import Batch
 from jaxrl_async.sampler.batch.new_weights import drop_adapter, new_adapter, restart, under_way
 from jaxrl_async.sampler.device.engine import Engine
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 CHANGE_S = 60.0
 """Maximum wait for a change of an adapter, seconds."""
-MOST_NAME = 256
+MAX_NAME = 256
 """Maximum length of an adapter's name, characters."""
-MOST_VERSION = 2**31 - 2
+MAX_VERSION = 2**31 - 2
 """Maximum version that a caller may give an adapter; tokens' versions are int32."""
 
 
@@ -51,13 +51,13 @@ class AdapterChanges:
         self,
         engine: Engine,
         check: SwapCheck,
-        places: AdapterPlaces,
+        slots: AdapterSlots,
         *,
         mode: str,
         device_lock: DeviceGuard,
     ) -> None:
         """mode: sampler.on_new_weights."""
-        self._engine, self._check, self._places = engine, check, places
+        self._engine, self._check, self._slots = engine, check, slots
         self._mode, self._device_lock = mode, device_lock
         self._staged: list[AdapterChange] = []
         self.probe_error = 0.0  # of the last adapter compared on the probe, nats
@@ -74,13 +74,13 @@ class AdapterChanges:
         return frozenset(
             name
             for name, change in first.items()
-            if change.params is not None and name in self._places.loaded
+            if change.params is not None and name in self._slots.loaded
         )
 
     def stage(self, change: AdapterChange) -> None:
         """Queue a change."""
-        if change.params is None and change.name in self._places.loaded:
-            self._places.leave(change.name, leaving=True)
+        if change.params is None and change.name in self._slots.loaded:
+            self._slots.leave(change.name, leaving=True)
         self._staged.append(change)
 
     def checked_probe(self, name: str, logprobs: object) -> Any:
@@ -105,7 +105,7 @@ class AdapterChanges:
         blocked: set[str] = set()  # changes of one adapter are made in order
         swaps = 0
         for change in list(self._staged):
-            if change.name in blocked or not self._may(change, batch, queued):
+            if change.name in blocked or not self._is_possible(change, batch, queued):
                 blocked.add(change.name)
                 continue
             self._staged.remove(change)
@@ -123,27 +123,27 @@ class AdapterChanges:
             if change.done.set_running_or_notify_cancel():
                 change.done.set_exception(error)
 
-    def _may(self, change: AdapterChange, batch: Batch, queued: Collection[str]) -> bool:
+    def _is_possible(self, change: AdapterChange, batch: Batch, queued: Collection[str]) -> bool:
         """Return whether the requests that name the adapter allow the change now."""
-        if change.name not in self._places.loaded:
+        if change.name not in self._slots.loaded:
             return True
         if change.params is not None:
             return self._mode != "drain" or not under_way(batch, change.name)
-        live = (*batch.placed.values(), *batch.queue)
+        live = (*batch.admitted.values(), *batch.queue)
         return change.name not in queued and all(s.request.adapter != change.name for s in live)
 
     def _drop(self, change: AdapterChange) -> None:
-        """Drop a change whose caller gave up. The adapter takes requests again unless another
+        """Drop a change whose caller cancelled it. The adapter takes requests again unless another
         change will unload it."""
-        left = (c for c in self._staged if c.name == change.name and c.params is None)
-        if change.params is None and next(left, None) is None:
-            self._places.leave(change.name, leaving=False)
+        others = (c for c in self._staged if c.name == change.name and c.params is None)
+        if change.params is None and next(others, None) is None:
+            self._slots.leave(change.name, leaving=False)
 
     def _finish(self, change: AdapterChange, batch: Batch, weights: SwappedWeights) -> int:
         """Make a change and answer its caller; return the number of swapped adapters, 0 or 1."""
-        swapped = change.params is not None and change.name in self._places.loaded
+        swapped = change.params is not None and change.name in self._slots.loaded
         try:
-            new = self._made(change, batch, weights)
+            new = self._make(change, batch, weights)
         except JaxrlError as error:  # refused: nothing has changed
             change.done.set_exception(error)
             return 0
@@ -153,19 +153,19 @@ class AdapterChanges:
         change.done.set_result(new)
         return int(swapped)
 
-    def _made(
+    def _make(
         self, change: AdapterChange, batch: Batch, weights: SwappedWeights
-    ) -> PlacedAdapter | None:
-        name, params, places = change.name, change.params, self._places
+    ) -> LoadedAdapter | None:
+        name, params, slots = change.name, change.params, self._slots
         if params is None:
-            places.find(name, "unload")
+            slots.find(name, "unload")
             drop_adapter(batch, name)
             log.info("adapter %r was unloaded", name)
             return None
-        new = PlacedAdapter(
+        new = LoadedAdapter(
             name=name,
-            version=places.next_version(name, change.version),
-            place=places.place_for(name),
+            version=slots.next_version(name, change.version),
+            slot=slots.slot_for(name),
         )
         if change.probe_logprobs is not None:
             update = VersionedParams(
@@ -174,19 +174,19 @@ class AdapterChanges:
                 probe_logprobs=change.probe_logprobs,
                 compared=change.compared,
             )
-            alone = self._engine.prepare(params, weights.prepared)
+            adapted = self._engine.prepare(params, weights.prepared)
             self.probe_error = self._check.error_of(
-                update, lambda ids: self._engine.probe(alone, ids)
+                update, lambda ids: self._engine.probe(adapted, ids)
             )
-        was_loaded = name in places.loaded
+        was_loaded = name in slots.loaded
         with self._device_lock:
-            weights.prepared = self._engine.load_place(weights.prepared, params, new.place)
+            weights.prepared = self._engine.load_adapter(weights.prepared, params, new.slot)
         new_adapter(batch, new)
         if was_loaded and self._mode == "recompute":
             remake(batch, weights.prepared, self._device_lock, name)
         elif was_loaded and self._mode == "restart":
             restart(batch, name)
-        log.info("adapter %r of version %d is loaded (place %d)", name, new.version, new.place)
+        log.info("adapter %r of version %d is loaded (place %d)", name, new.version, new.slot)
         return new
 
 
@@ -197,18 +197,18 @@ class SamplerAdapters:
         self,
         spec: ModelSpec,
         room: AdapterRoom | None,
-        places: AdapterPlaces,
+        slots: AdapterSlots,
         inbox: Inbox,
         changes: AdapterChanges,
         sources: AdapterSources,
     ) -> None:
-        self._spec, self._room, self._places = spec, room, places
+        self._spec, self._room, self._slots = spec, room, slots
         self._inbox, self._changes, self._sources = inbox, changes, sources
 
     def loaded(self) -> Mapping[str, int]:
         """Return the versions, by name, of the adapters that requests may name."""
-        leaving = self._places.leaving
-        return {n: one.version for n, one in self._places.loaded.items() if n not in leaving}
+        leaving = self._slots.leaving
+        return {n: one.version for n, one in self._slots.loaded.items() if n not in leaving}
 
     def load(
         self,
@@ -260,7 +260,7 @@ class SamplerAdapters:
 
         Args:
             name: that requests give as `adapter`.
-            params: on this sampler's mesh, with the rank and the matrices of its places; B is
+            params: on this sampler's mesh, with the rank and the matrices of its slots; B is
                 multiplied by the scale.
             version: of its tokens.
             source: of its later versions, in the same form.
@@ -274,14 +274,14 @@ class SamplerAdapters:
         self._inbox.run(lambda: self._sources.add(name, source))
 
     def unload(self, name: str, *, timeout_s: float = CHANGE_S) -> None:
-        """Free an adapter's place once its last request is done; it takes no new requests from now
+        """Free an adapter's slot once its last request is done; it takes no new requests from now
         on. Blocks; other requests decode meanwhile.
 
         Raises RolloutError for an adapter that is not loaded, Closed, and TimeoutError: it stays
         loaded then, and takes requests again.
         """
         self._checked_room()
-        self._places.find(name, "unload")
+        self._slots.find(name, "unload")
         self._change(AdapterChange(name=name, params=None), timeout_s)
 
     def _checked_room(self) -> AdapterRoom:
@@ -292,13 +292,13 @@ class SamplerAdapters:
             )
         return self._room
 
-    def _change(self, change: AdapterChange, timeout_s: float) -> PlacedAdapter | None:
+    def _change(self, change: AdapterChange, timeout_s: float) -> LoadedAdapter | None:
         self._inbox.run(lambda: self._changes.stage(change))
         try:
             return change.done.result(timeout_s)
         except TimeoutError:
             if not change.done.cancel():  # it is being made now
-                return self._made_late(change, timeout_s)
+                return self._wait_longer(change, timeout_s)
             self._inbox.run(lambda: self._changes.withdraw(change))
             raise TimeoutError(
                 f"adapter {change.name!r}: its requests were not done within {timeout_s:.0f} s; "
@@ -306,7 +306,7 @@ class SamplerAdapters:
             ) from None
 
     @staticmethod
-    def _made_late(change: AdapterChange, timeout_s: float) -> PlacedAdapter | None:
+    def _wait_longer(change: AdapterChange, timeout_s: float) -> LoadedAdapter | None:
         """Wait for a change that the sampler's thread has started."""
         try:
             return change.done.result(timeout_s)
@@ -319,16 +319,16 @@ class SamplerAdapters:
 
 def _check_version(name: str, version: object) -> None:
     """Raise ConfigError unless tokens may have this version."""
-    if version is not None and (type(version) is not int or not 0 <= version <= MOST_VERSION):
+    if version is not None and (type(version) is not int or not 0 <= version <= MAX_VERSION):
         raise ConfigError(
-            f"adapter {name!r}: version must be a whole number from 0 to {MOST_VERSION}, or None "
+            f"adapter {name!r}: version must be a whole number from 0 to {MAX_VERSION}, or None "
             f"for the next one, not {version!r:.80}."
         )
 
 
 def _check_name(name: object) -> None:
     """Raise RolloutError unless an adapter may have this name."""
-    if not isinstance(name, str) or not name or len(name) > MOST_NAME or not name.isprintable():
+    if not isinstance(name, str) or not name or len(name) > MAX_NAME or not name.isprintable():
         raise RolloutError(
-            f"an adapter's name must be 1 to {MOST_NAME} printable characters, not {name!r:.80}."
+            f"an adapter's name must be 1 to {MAX_NAME} printable characters, not {name!r:.80}."
         )

@@ -25,7 +25,7 @@ from jaxrl_async.sampler.batch.prefill import (
 )
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.program_arguments import DecodeState, EngineWeights
-from jaxrl_async.sampler.device.sampling import Mix, together
+from jaxrl_async.sampler.device.sampling import Mix, union_of
 from jaxrl_async.sampler.lifetime import close_at_exit
 from jaxrl_async.sampler.setup import SamplerSetup
 
@@ -73,13 +73,13 @@ def shapes_of(arrays: object) -> Any:
     """Return the shapes of arrays as a program's call sees them: with their shardings if they are
     bound to devices. Shapes are returned unchanged."""
 
-    def of_one(x: Any) -> Any:
+    def shape_of(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):
             return x
         bound = isinstance(x, jax.Array) and x.committed
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if bound else None)
 
-    return jax.tree.map(of_one, arrays)
+    return jax.tree.map(shape_of, arrays)
 
 
 def _blocks(
@@ -91,8 +91,8 @@ def _blocks(
     if not spec.in_pages:
         return
     sizes = sorted({padded_rows(spec, n) for n in range(1, spec.slots + 1)}, reverse=True)
-    of_blocks = [together(mixes)] if spec.ragged else dict.fromkeys([*mixes, together(mixes)])
-    for rows, pages, mix in product(sizes, context_widths(spec), of_blocks):
+    kinds = [union_of(mixes)] if spec.ragged else dict.fromkeys([*mixes, union_of(mixes)])
+    for rows, pages, mix in product(sizes, context_widths(spec), kinds):
         args = empty_decode_args(spec, rows, pages, mix)
         engine.compile_generate(weights, state, args, context_pages=pages, mix=mix)
         yield "generate"
@@ -144,7 +144,7 @@ class CompilingAhead:
         """Start. Only the shapes of the weights (Engine.prepare) and the state are kept."""
         self._setup, self._name = setup, setup.settings.name
         self._weights, self._state = shapes_of(weights), shapes_of(state)
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         name = f"{self._name} compiles"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         close_at_exit(self)
@@ -152,7 +152,7 @@ class CompilingAhead:
 
     def leave(self) -> None:
         """End after the program that is being compiled; do not wait."""
-        self._over.set()
+        self._stopped.set()
 
     def close(self) -> None:
         """End after the program that is being compiled; wait for it."""
@@ -162,10 +162,10 @@ class CompilingAhead:
     def _run(self) -> None:
         begin = time.perf_counter()
         try:
-            made = compile_for(self._setup, self._weights, self._state, self._over.is_set)
+            count = compile_for(self._setup, self._weights, self._state, self._stopped.is_set)
         except Exception as error:
             log.warning("%s: no more is compiled ahead: %s", self._name, error, exc_info=True)
             return
-        if made:
+        if count:
             took = time.perf_counter() - begin
-            log.info("%s: %d programs were ready in %.1f s", self._name, made, took)
+            log.info("%s: %d programs were ready in %.1f s", self._name, count, took)

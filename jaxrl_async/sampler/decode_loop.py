@@ -49,9 +49,9 @@ log = logging.getLogger(__name__)
 
 PROGRESS_S = 30.0
 """Maximum wait of `progress` for a moment when the batch does not change, seconds."""
-LEAST_WAIT_S = 0.1
+CHECK_S = 0.1
 """Interval at which `progress` checks whether the sampler was abandoned, seconds."""
-LOOK_S = 0.002
+POLL_S = 0.002
 """Interval at which a replay checks whether the recorded events have arrived, seconds."""
 
 
@@ -81,7 +81,9 @@ class DecodeLoop:
         settings = setup.settings
         self._setup, self._lifetime, self._source = setup, lifetime, source
         self._clock, self._device_lock = settings.clock, settings.device_lock
-        self.inbox = Inbox(lifetime, setup.room, settings.clock, setup.fresh_keys, setup.places)
+        self.inbox = Inbox(
+            lifetime, setup.limits, settings.clock, setup.fresh_keys, setup.adapter_slots
+        )
         check = SwapCheck(setup.spec, settings.dtype, settings.probe, settings.device_lock)
         self.weights = SwappedWeights(
             setup.engine,
@@ -94,7 +96,7 @@ class DecodeLoop:
         self.changes = AdapterChanges(
             setup.engine,
             check,
-            setup.places,
+            setup.adapter_slots,
             mode=setup.section.on_new_weights,
             device_lock=settings.device_lock,
         )
@@ -138,20 +140,20 @@ class DecodeLoop:
         except BaseException as error:
             self.blamed = frozenset(s.request.request_id for s in self._on_device())
             self._lifetime.fail(error)
-            _tell_end(error)
+            _log_end(error)
             self.fail_all(error)
             self._setup.settings.followers.fail(error)
             self._end_compiling()
             return None
         if self.busy:
-            return 0.0 if took_in else LOOK_S
+            return 0.0 if took_in else POLL_S
         self._idle_from = self._clock()
-        return self._longest_sleep_s if took_in else LOOK_S
+        return self._longest_sleep_s if took_in else POLL_S
 
     @property
     def busy(self) -> bool:
         """Whether there is work to do."""
-        work = self.batch is not None and (self.batch.placed or self.batch.queue)
+        work = self.batch is not None and (self.batch.admitted or self.batch.queue)
         waits = self.weights.waiting or self.changes.waiting
         return bool(work or self.inbox or self._lifetime.closed or waits)
 
@@ -166,10 +168,10 @@ class DecodeLoop:
                 prefill_chunk=section.prefill_chunk,
                 prefix_cache=section.prefix_cache,
                 one_version=section.on_new_weights == "restart",
-                adapters=self._setup.places,
+                adapters=self._setup.adapter_slots,
                 images=self._setup.settings.images,
                 mixes=self._setup.settings.mixes,
-                grammars=self._setup.room.grammars,
+                grammars=self._setup.limits.grammars,
             )
         new_version(self.batch, self.weights.version)
         return self.batch
@@ -182,7 +184,7 @@ class DecodeLoop:
         start, idle_since, self._idle_from = self._clock(), self._idle_from, None
         if not self._take_in(batch, idle=idle_since is not None):
             return False
-        if batch.placed or batch.queue:
+        if batch.admitted or batch.queue:
             with self._device_lock:
                 self._start_block(batch)
                 with span("wait for the block"):
@@ -192,13 +194,13 @@ class DecodeLoop:
                 self._begin_compiling(batch)
         with self.changing:
             self._note_first_tokens(batch)
-            if not batch.placed:  # no block will run to overlap with
+            if not batch.admitted:  # no block will run to overlap with
                 self._hand_out(batch)
             idle_s = 0.0 if idle_since is None else start - idle_since
             end = self._clock()
             self._count(batch, idle_s=idle_s, busy_s=end - start)
-        version, drawing = self.weights.version, len(batch.placed)
-        add_span("block", start, end, version=version, sequences=drawing)
+        version, running = self.weights.version, len(batch.admitted)
+        add_span("block", start, end, version=version, sequences=running)
         return True
 
     def _begin_compiling(self, batch: Batch) -> None:
@@ -221,7 +223,7 @@ class DecodeLoop:
                 self._swap(batch, None)  # waiting weights: recorded at their arrival
                 self._hand_out(batch)  # the next block may be late, and `progress` waits for this
                 return False
-            self._longest_sleep_s = LOOK_S if taken.prescribed else math.inf
+            self._longest_sleep_s = POLL_S if taken.prescribed else math.inf
             self._count(batch, cancelled=len(taken.cancelled))
             self._swap(batch, taken.update)
             self.sources.poll(self.changes, wait=idle)
@@ -285,14 +287,14 @@ class DecodeLoop:
 
     def _note_starts(self, batch: Batch) -> None:
         now = self._clock()
-        for sequence in batch.placed.values():
+        for sequence in batch.admitted.values():
             if sequence.owner.started_at is None:
                 sequence.owner.started_at = now
 
     def _note_first_tokens(self, batch: Batch) -> None:
         now = self._clock()
-        for sequence in batch.placed.values():
-            if sequence.owner.first_token_at is None and batch.num_drawn(sequence):
+        for sequence in batch.admitted.values():
+            if sequence.owner.first_token_at is None and batch.num_sampled(sequence):
                 sequence.owner.first_token_at = now
 
     def _hand_out(self, batch: Batch) -> None:
@@ -322,7 +324,7 @@ class DecodeLoop:
             prefix_hidden_tokens=prefixes.hidden_tokens,
             prefix_asked_tokens=prefixes.asked_tokens,
             evicted_pages=prefixes.evicted_pages,
-            in_flight=len(batch.placed),
+            in_flight=len(batch.admitted),
             waiting=len(batch.queue),
             used_page_share=batch.cache.pages.used_share,
             compiled_programs=self._setup.engine.num_compiled,
@@ -334,7 +336,7 @@ class DecodeLoop:
         """Return the running request with this id, or None."""
         if self.batch is None:
             return None
-        known = (*self.batch.placed.values(), *self.batch.queue)
+        known = (*self.batch.admitted.values(), *self.batch.queue)
         return next((s for s in known if s.request.request_id == request_id), None)
 
     def save(self, request_id: str, stop: bool, with_kv: bool) -> Partial:
@@ -360,7 +362,7 @@ class DecodeLoop:
         """See Sampler.progress; from any thread."""
         until = time.monotonic() + PROGRESS_S
         while time.monotonic() < until:
-            held = self.changing.acquire(timeout=LEAST_WAIT_S)
+            held = self.changing.acquire(timeout=CHECK_S)
             try:
                 if self._lifetime.closed:  # also if a hung thread never releases the lock
                     raise self._lifetime.error or Closed(CLOSED)
@@ -369,36 +371,36 @@ class DecodeLoop:
             finally:
                 if held:
                     self.changing.release()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         name = self._setup.settings.name
         raise TimeoutError(f"{name} did not reach the end of a block within {PROGRESS_S:.0f} s")
 
     def unfinished(self) -> tuple[Partial, ...]:
         """See Sampler.unfinished; while the batch does not change."""
-        queued, placed = self.inbox.requests(), []
+        queued, admitted = self.inbox.requests(), []
         if self.batch is not None:
             batch = self.batch
-            placed = [request_as_data(batch, s, with_kv=False) for s in batch.placed.values()]
+            admitted = [request_as_data(batch, s, with_kv=False) for s in batch.admitted.values()]
             queued += batch.queue
         seed = self._setup.seed
-        return (*placed, *(s.as_partial(s.saved_output, seed) for s in queued))
+        return (*admitted, *(s.as_partial(s.saved_output, seed) for s in queued))
 
     # ---- the end
 
     def _on_device(self) -> list[Stage]:
         """Return the requests that have a slot, or had one in the last block."""
-        placed = () if self.batch is None else self.batch.placed.values()
-        return [*placed, *(s for s, _ in self.finished)]
+        admitted = () if self.batch is None else self.batch.admitted.values()
+        return [*admitted, *(s for s, _ in self.finished)]
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and command with this error; from any thread, after the end."""
         batch, stages = self.batch, list[Stage](self.inbox.take())
-        held = self.changing.acquire(timeout=LEAST_WAIT_S)  # a hung thread may hold it
+        held = self.changing.acquire(timeout=CHECK_S)  # a hung thread may hold it
         if batch is not None:
             stages += [*batch.queue, *self._on_device()]
             stages += [live for live, _ in batch.take_failed()]
             batch.queue.clear()
-            batch.placed.clear()
+            batch.admitted.clear()
         if held:
             self.changing.release()
         resolve([(stage.owner, error) for stage in stages])
@@ -406,7 +408,7 @@ class DecodeLoop:
         self.changes.fail(error)
 
 
-def _tell_end(error: BaseException) -> None:
+def _log_end(error: BaseException) -> None:
     """Log the error that ended a sampler: WeightsError at debug level, because it ends the run with
     the same message; another JaxrlError without, and any other error with its traceback."""
     if isinstance(error, WeightsError):

@@ -35,8 +35,8 @@ KINDS = ("json_object", "json_schema", "regex", "lark", "turn", "choice")
 """Kinds of Constraint."""
 CONSTRAINT = "shaping.constraint"
 """The field of a request, for errors."""
-MOST_ITEMS = 2**16
-"""Maximum alternatives that a grammar may have at one place. llguidance compiles no more symbols
+MAX_ITEMS = 2**16
+"""Maximum alternatives that a grammar may have at one position. llguidance compiles no more symbols
 than this; its own default of 2000 fails only at a token."""
 LONGEST = 2**20
 """Maximum characters of a constraint."""
@@ -58,7 +58,7 @@ class Grammars:
         self._tokenizer, self.vocab = tokenizer, vocab
         self._lock = threading.Lock()  # of the dictionary; never held while a grammar compiles
         self._compiled: OrderedDict[Constraint, Future[Any]] = OrderedDict()
-        self._making = threading.Lock()  # held while the library and the tokens are prepared
+        self._prepare_lock = threading.Lock()  # held while the library and the tokens are prepared
 
     def check(self, request: Request) -> None:
         """Raise RolloutError, with the library's reason, unless the request's constraint can be
@@ -97,7 +97,7 @@ class Grammars:
         matcher = self._matcher(request.constraint).deep_copy()
         shaping = request.shaping
         assert shaping is not None
-        found = Matching(
+        matching = Matching(
             matcher,
             name=request.request_id,
             stop_ids=request.stop_token_ids,
@@ -106,9 +106,9 @@ class Grammars:
             min_tokens=shaping.min_tokens,
         )
         for token in token_ids:
-            found.force()
-            found.take([int(token)])
-        return found
+            matching.force()
+            matching.take([int(token)])
+        return matching
 
     def _matcher(self, constraint: Constraint) -> Any:
         """Return a constraint's matcher at its start, which is only copied. Compiles it unless it
@@ -125,7 +125,7 @@ class Grammars:
             try:
                 found.set_result(self._compile(constraint))
             except BaseException as error:
-                with self._lock:  # a refused one takes no place
+                with self._lock:  # a refused one is not kept
                     if self._compiled.get(constraint) is found:
                         del self._compiled[constraint]
                 found.set_exception(error)
@@ -133,10 +133,10 @@ class Grammars:
 
     def _compile(self, constraint: Constraint) -> Any:
         """Return a matcher at its start. Raises ValueError."""
-        with self._making:
+        with self._prepare_lock:
             library, tokens = self._named if constraint.kind == "turn" else self._plain
         grammar = _grammar(library.LLMatcher, constraint)
-        limits = library.LLParserLimits(max_items_in_row=MOST_ITEMS, step_max_items=16 * MOST_ITEMS)
+        limits = library.LLParserLimits(max_items_in_row=MAX_ITEMS, step_max_items=16 * MAX_ITEMS)
         matcher = library.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(_reason(matcher.get_error()))
@@ -285,16 +285,16 @@ class Matching:
         self._stops = packed_words(np.asarray(stop_ids, np.int32), self._width)
         self._no_ends = ~packed_words(np.asarray(ends, np.int32), self._width)
         self._no_stops = self._no_ends & ~self._stops
-        self._num = 0  # tokens taken
+        self._num_taken = 0  # tokens taken
         self.forced: list[int] = []  # tokens that come next; the matcher has them already
         self._mask: Words | None = None  # of the token after them
-        self._looked = False  # whether `forced` was asked for since the last free token
+        self._forced_is_known = False  # whether `forced` is of the next token
 
     def force(self) -> None:
         """Find the tokens that are certain to come next."""
-        if self._looked:
+        if self._forced_is_known:
             return
-        self._looked = True
+        self._forced_is_known = True
         forced = [int(t) for t in self._matcher.compute_ff_tokens()]
         stop = next((i for i, t in enumerate(forced) if self._is_end(t)), len(forced))
         self.forced = forced[:stop]
@@ -311,29 +311,29 @@ class Matching:
                 self._fail()
             accepts = self._matcher.is_accepting()
             others = words & self._no_stops
-            too_early = self._num + len(self.forced) < self._least and others.any()
+            early = self._num_taken + len(self.forced) < self._least and others.any()
             stops = self._stops if accepts else words & self._no_ends & self._stops
-            self._mask = others if too_early else others | stops
+            self._mask = others if early else others | stops
             if not self._mask.any():
                 self._fail()
         return self._mask
 
     def masks_of(self, count: int) -> list[Words]:
         """Return the masks of the next `count` tokens; at most one comes after `forced`."""
-        alone = [packed_words(np.asarray([t]), self._width) for t in self.forced[:count]]
-        return alone if count <= len(alone) else [*alone, self.mask()]
+        masks = [packed_words(np.asarray([t]), self._width) for t in self.forced[:count]]
+        return masks if count <= len(masks) else [*masks, self.mask()]
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Note tokens that were sampled. Raises RolloutError for one that does not match."""
         for token in token_ids:
-            self._num += 1
+            self._num_taken += 1
             if self.forced:
                 if token != self.forced.pop(0):
                     self._fail(token)
                 continue
-            self._looked, self._mask = False, None
+            self._forced_is_known, self._mask = False, None
             if token in self._stop_ids:
-                self._looked = True
+                self._forced_is_known = True
             elif not self._matcher.consume_token(token):
                 self._fail(token)
 
@@ -342,11 +342,11 @@ class Matching:
         return not int(words[token // 32]) >> (token % 32) & 1
 
     def _fail(self, token: int | None = None) -> None:
-        why = self._matcher.get_error() or "no token can follow"
+        reason = self._matcher.get_error() or "no token can follow"
         where = "" if token is None else f" token {token} does not match:"
         raise RolloutError(
-            f"request {self._name!r}: its constraint failed after {self._num} tokens:{where} "
-            f"{_reason(why)}"
+            f"request {self._name!r}: its constraint failed after {self._num_taken} tokens:{where} "
+            f"{_reason(reason)}"
         )
 
 
@@ -376,14 +376,14 @@ class MaskSets:
     def recall(self, kept: KeptTokens) -> None:
         """Add the masks of tokens that were sampled elsewhere."""
         width = -(-max(self._vocab, 1 + int(kept.ids.max(initial=-1))) // 32)
-        of_sets: dict[int, Words] = {}
+        sets: dict[int, Words] = {}
         sizes = kept.sizes
-        for token, one in enumerate(kept.set_of.tolist()):
-            if one not in of_sets:
+        for token, number in enumerate(kept.set_of.tolist()):
+            if number not in sets:
                 every = np.arange(self._vocab, dtype=np.int32)
                 ids: IntArray = kept.of(token) if sizes[token] else every
-                of_sets[one] = packed_words(ids, width)
-            self.add(of_sets[one])
+                sets[number] = packed_words(ids, width)
+            self.add(sets[number])
 
     def record(self) -> KeptTokens:
         """Return the masks of all tokens so far."""

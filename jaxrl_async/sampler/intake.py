@@ -21,7 +21,7 @@ class Taken:
     incoming: Sequence[LiveRequest]
     cancelled: Sequence[Stage]
     update: VersionedParams | None  # new weights, not swapped in yet
-    prescribed: bool  # by a recording, which must be asked again soon
+    prescribed: bool  # by a recording, which is read again soon
 
 
 class TakesIn(Protocol):
@@ -49,7 +49,7 @@ class Followers(Protocol):
         """Return a receiver that takes in what `receiver` does, in all processes."""
 
     def dismiss(self) -> None:
-        """Tell the other processes that the sampler is closed. Idempotent."""
+        """Report to the other processes that the sampler is closed. Idempotent."""
 
     def fail(self, error: BaseException) -> None:
         """End the other processes after an error of this one's sampler. Idempotent."""
@@ -86,20 +86,20 @@ class Receiver:
 
         Return NotYet in a replay if a recorded event has not arrived; then only commands ran.
         """
-        due = self._schedule.due(self._name, block, bool(batch.placed or batch.queue))
-        if isinstance(due, NotYet) or (due is not None and not self._has_come(batch, due)):
+        intake = self._schedule.due(self._name, block, bool(batch.admitted or batch.queue))
+        if isinstance(intake, NotYet) or (intake is not None and not self._has_all(batch, intake)):
             self._inbox.run_commands()
             return NotYet.NOT_YET
-        incoming = self._inbox.take(None if due is None else due.requests)
+        incoming = self._inbox.take(None if intake is None else intake.requests)
         batch.enqueue(incoming)
         self._inbox.run_commands()
         cancelled = _cancelled(batch)
-        if due is not None:
-            cancelled = [s for s in cancelled if s.request.request_id in due.cancelled]
+        if intake is not None:
+            cancelled = [s for s in cancelled if s.request.request_id in intake.cancelled]
         for sequence in cancelled:
             give_up(batch, sequence)
         update = None
-        if due is not None:
+        if intake is not None:
             update, self._arrived = self._arrived, None
         elif wants_weights:
             update = self._weights.poll(wait=idle)
@@ -112,36 +112,36 @@ class Receiver:
                 version=update.version if update else None,
             )
         return Taken(
-            incoming=incoming, cancelled=cancelled, update=update, prescribed=due is not None
+            incoming=incoming, cancelled=cancelled, update=update, prescribed=intake is not None
         )
 
     def stopped(self, live: LiveRequest) -> None:
         """Do nothing: there are no other processes."""
 
-    def _has_come(self, batch: Batch, due: Intake) -> bool:
+    def _has_all(self, batch: Batch, intake: Intake) -> bool:
         """Return whether all events that were recorded for this moment have arrived."""
         incoming = {s.request.request_id: s for s in self._inbox.requests()}
-        if not incoming.keys() >= {*due.requests}:
+        if not incoming.keys() >= {*intake.requests}:
             return False
-        known: list[Stage] = [*batch.queue, *batch.placed.values()]
+        known: list[Stage] = [*batch.queue, *batch.admitted.values()]
         by_id = {s.request.request_id: s for s in known} | incoming
-        if not all(i in by_id and by_id[i].owner.gave_up for i in due.cancelled):
+        if not all(i in by_id and by_id[i].owner.gave_up for i in intake.cancelled):
             return False
-        if due.version is not None and self._arrived is None:
+        if intake.version is not None and self._arrived is None:
             self._arrived = self._weights.poll(wait=True)
-        return due.version is None or self._arrived is not None
+        return intake.version is None or self._arrived is not None
 
 
 def _cancelled(batch: Batch) -> list[Stage]:
     """Return the requests whose callers gave up: all with a slot, and requests at the head of the
     queue until as many live ones as slots were seen. A long queue is not searched every round."""
-    cancelled: list[Stage] = [s for s in batch.placed.values() if s.owner.gave_up]
-    wanted = 0
+    cancelled: list[Stage] = [s for s in batch.admitted.values() if s.owner.gave_up]
+    num_live = 0
     for sequence in batch.queue:
         if sequence.owner.gave_up:
             cancelled.append(sequence)
         else:
-            wanted += 1
-            if wanted == batch.engine.spec.total_slots:
+            num_live += 1
+            if num_live == batch.engine.spec.total_slots:
                 break
     return cancelled

@@ -23,7 +23,7 @@ from jaxrl_async.stuck_threads import register_stuck
 
 log = logging.getLogger(__name__)
 
-FORGOTTEN_S = 1.0
+UNREFERENCED_S = 1.0
 """Interval at which an idle thread checks whether its part is still referenced, seconds."""
 
 _OPEN: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -81,7 +81,7 @@ class Lifetime:
                 return
             if sleep_s:
                 part = None
-                while not self.wake.wait(min(sleep_s, FORGOTTEN_S)) and math.isinf(sleep_s):
+                while not self.wake.wait(min(sleep_s, UNREFERENCED_S)) and math.isinf(sleep_s):
                     if self._part() is None:
                         return
                 self.wake.clear()

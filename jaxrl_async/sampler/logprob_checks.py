@@ -25,26 +25,26 @@ def checked_logprobs(request: Request, tokens: int, vocab: int | None) -> Logpro
         tokens: of its prompt.
         vocab: of the model; None: unknown.
     """
-    asked = request.logprobs
-    if asked is None:
+    logprobs = request.logprobs
+    if logprobs is None:
         return None
     name = f"request {request.request_id!r}"
-    if not isinstance(asked, LogprobRequest):
-        reason = f"must be a LogprobRequest or None, not {asked!r:.80}."
+    if not isinstance(logprobs, LogprobRequest):
+        reason = f"must be a LogprobRequest or None, not {logprobs!r:.80}."
         raise RequestRefused(name, "logprobs", reason)
-    if not isinstance(asked.prompt, bool | np.bool_):
-        reason = f"must be True or False, not {asked.prompt!r:.80}."
+    if not isinstance(logprobs.prompt, bool | np.bool_):
+        reason = f"must be True or False, not {logprobs.prompt!r:.80}."
         raise RequestRefused(name, "logprobs.prompt", reason)
-    given: Any = asked.ids
+    given: Any = logprobs.ids
     if not isinstance(given, tuple | list | np.ndarray) or len(given) > MAX_LOGPROB_IDS:
         reason = f"must be a tuple of at most {MAX_LOGPROB_IDS} token ids."
         raise RequestRefused(name, "logprobs.ids", reason)
     most = MAX_TOP_LOGPROBS if vocab is None else min(MAX_TOP_LOGPROBS, vocab)
     end = 2**31 if vocab is None else vocab
     return LogprobRequest(
-        prompt=bool(asked.prompt),
-        start=_whole(name, "logprobs.start", asked.start, tokens),
-        top=_whole(name, "logprobs.top", asked.top, most),
+        prompt=bool(logprobs.prompt),
+        start=_whole(name, "logprobs.start", logprobs.start, tokens),
+        top=_whole(name, "logprobs.top", logprobs.top, most),
         ids=tuple(_whole(name, "logprobs.ids", one, end - 1) for one in given),
     )
 
@@ -63,25 +63,25 @@ def check_logprobs(name: str, record: TokenRecord, request: Request) -> None:
 
     name: of the record.
     """
-    asked = request.logprobs or LogprobRequest()
-    for field, rows, wanted in (
-        ("top_logprobs", len(record.token_ids), asked.names_tokens),
-        ("prompt_logprobs", len(request.token_ids), asked.prompt),
+    logprobs = request.logprobs or LogprobRequest()
+    for field, rows, expected in (
+        ("top_logprobs", len(record.token_ids), logprobs.names_tokens),
+        ("prompt_logprobs", len(request.token_ids), logprobs.prompt),
     ):
-        found: Any = getattr(record, field)
-        if found is None:
+        values: Any = getattr(record, field)
+        if values is None:
             continue
         shapes = {
             "logprobs": (rows,),
-            "top_ids": (rows, asked.top),
-            "top_logprobs": (rows, asked.top),
-            "id_logprobs": (rows, len(asked.ids)),
+            "top_ids": (rows, logprobs.top),
+            "top_logprobs": (rows, logprobs.top),
+            "id_logprobs": (rows, len(logprobs.ids)),
         }
-        good = wanted and isinstance(found, PositionLogprobs)
-        if not (good and all(_fits(getattr(found, n), n, s) for n, s in shapes.items())):
+        good = expected and isinstance(values, PositionLogprobs)
+        if not (good and all(_fits(getattr(values, n), n, s) for n, s in shapes.items())):
             raise RolloutError(
                 f"{name}: {field} are not what request {request.request_id!r} wants of {rows} "
-                f"tokens: {asked.top} likeliest tokens and {len(asked.ids)} named ids each."
+                f"tokens: {logprobs.top} likeliest tokens and {len(logprobs.ids)} named ids each."
             )
 
 

@@ -114,18 +114,18 @@ def difference(probe: Probe, sampler: FloatArray, trainer: FloatArray) -> Differ
     if not (np.isfinite(sampler).all() and np.isfinite(trainer).all()):
         nan = float("nan")
         return Difference(largest=nan, median=nan, limit=0.0, is_more=True, is_fault=True)
-    apart, size = np.abs(sampler - trainer), 1 + np.abs(trainer)
+    differences, size = np.abs(sampler - trainer), 1 + np.abs(trainer)
     limits = np.maximum(probe.rounding * size, LEAST_NATS)
     if probe.tolerance is not None:
         limits = np.full_like(size, probe.tolerance)
-    farthest = int(np.argmax(apart / limits))
+    farthest = int(np.argmax(differences / limits))
     beyond = np.maximum(max(FAULT * probe.rounding, LEAST_FAULT) * size, probe.tolerance or 0.0)
     return Difference(
-        largest=float(apart.max()),
-        median=float(np.median(apart)),
+        largest=float(differences.max()),
+        median=float(np.median(differences)),
         limit=float(limits[farthest]),
-        is_more=bool(apart[farthest] > limits[farthest]),
-        is_fault=bool(np.median(apart / beyond) > 1),
+        is_more=bool(differences[farthest] > limits[farthest]),
+        is_fault=bool(np.median(differences / beyond) > 1),
     )
 
 
@@ -133,16 +133,16 @@ class ProbeJudge:
     """Accepts or refuses new weights of one sampler by their probe; logs accepted weights that
     differ by more than rounding explains. Used by one thread."""
 
-    def __init__(self, probe: Probe, whose: str, advice: str) -> None:
+    def __init__(self, probe: Probe, side: str, advice: str) -> None:
         """Start without a judgement.
 
         Args:
             probe: the tokens, and the expected rounding.
-            whose: owner of the compared log-probs, for messages.
+            side: owner of the compared log-probs, for messages.
             advice: what to check if they differ, for messages.
         """
         self.probe = probe
-        self._whose, self._advice, self._times = whose, advice, 0
+        self._side, self._advice, self._num_reports = side, advice, 0
 
     def judge(
         self, version: int, sampler: FloatArray, trainer: FloatArray, *, compared: bool
@@ -168,20 +168,20 @@ class ProbeJudge:
             )
         if found.is_fault and not (compared and self.probe.as_trained):
             raise WeightsError(
-                f"weights of version {version}: {self._whose} log-probs on the probe are not the "
+                f"weights of version {version}: {self._side} log-probs on the probe are not the "
                 f"trainer's: half of the tokens differ by more than {found.median:.3g} nats, one "
                 f"by {found.largest:.3g}, which no rounding explains. {self._advice}"
             )
         if found.is_more:
-            self._tell(version, found)
+            self._log(version, found)
         return found.largest
 
-    def _tell(self, version: int, found: Difference) -> None:
+    def _log(self, version: int, found: Difference) -> None:
         """Log a difference: the 1st, 2nd, 4th, 8th, and so on."""
-        self._times += 1
-        if self._times & (self._times - 1):
+        self._num_reports += 1
+        if self._num_reports & (self._num_reports - 1):
             return
-        proved = (
+        conclusion = (
             "the weights arrived unchanged (checksums): the two programs compute different "
             "functions"
             if found.is_fault
@@ -192,10 +192,10 @@ class ProbeJudge:
             "nats, more than rounding explains (%.3g; weights.probe_tolerance), half of the tokens "
             "by at most %.3g: %s. %s",
             version,
-            self._whose,
+            self._side,
             found.largest,
             found.limit,
             found.median,
-            proved,
+            conclusion,
             self._advice,
         )

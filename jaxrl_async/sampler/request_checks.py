@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.errors import RequestRefused, RolloutError
 from jaxrl_async.later import Later
-from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
+from jaxrl_async.sampler.batch.adapter_slots import AdapterSlots
 from jaxrl_async.sampler.grammar import KINDS, LONGEST, Grammars
 from jaxrl_async.types import (
     MAX_BIASED,
@@ -53,7 +53,7 @@ FRESH = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class RequestLimits:
     """The limits of a sampler, which requests are checked against; None: unknown."""
 
     max_length: int  # prompt and answer, tokens
@@ -72,17 +72,17 @@ class RequestCheck:
     a key a fresh one."""
 
     def __init__(
-        self, room: Room, fresh_keys: Iterator[int], adapters: AdapterPlaces | None = None
+        self, limits: RequestLimits, fresh_keys: Iterator[int], adapters: AdapterSlots | None = None
     ) -> None:
         """Make the check.
 
         Args:
-            room: the sampler's limits.
+            limits: the sampler's.
             fresh_keys: numbers for requests without a key.
             adapters: that requests may name; None: no adapters.
         """
-        self.room, self._keys = room, fresh_keys
-        self._adapters = AdapterPlaces() if adapters is None else adapters
+        self.limits, self._keys = limits, fresh_keys
+        self._adapters = AdapterSlots() if adapters is None else adapters
 
     def checked(self, requests: Sequence[Request | Partial]) -> list[Request | Partial]:
         """Return the requests as a sampler will serve them. Raises RolloutError, which names the
@@ -91,10 +91,10 @@ class RequestCheck:
 
     def _checked(self, given: Request | Partial) -> Request | Partial:
         if isinstance(given, Partial):
-            saved = checked_partial(given, self.room)
+            saved = checked_partial(given, self.limits)
             self.check_adapter(saved.request)
             return saved
-        request = checked_request(given, self.room)
+        request = checked_request(given, self.limits)
         if request.key is None:
             request = replace(request, key=(FRESH, next(self._keys) % INT32_END))
         self.check_adapter(request)
@@ -105,14 +105,16 @@ class RequestCheck:
         self._adapters.check(request.adapter, f"request {request.request_id!r}")
 
 
-def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool = True) -> Request:
+def checked_request(
+    request: Request | Partial, limits: RequestLimits, *, answer_fits: bool = True
+) -> Request:
     """Return a copy of the request in the sampler's types. Raises RolloutError, which names the
     field.
 
     Args:
         request: as it arrived.
-        room: the sampler's limits.
-        answer_fits: also require prompt and answer together to fit in room.max_length.
+        limits: the sampler's.
+        answer_fits: also require prompt and answer together to fit in limits.max_length.
     """
     if not isinstance(request, Request):
         raise RolloutError(
@@ -127,18 +129,18 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
         _refuse(request, "for_training", request.for_training, "True or False")
     if not isinstance(request.adapter, str):
         _refuse(request, "adapter", request.adapter, "text")
-    token_ids = _prompt(request, room)
+    token_ids = _prompt(request, limits)
     logprobs = request.logprobs
     if logprobs is not None:
-        logprobs = logprob_checks.checked_logprobs(request, len(token_ids), room.vocab)
+        logprobs = logprob_checks.checked_logprobs(request, len(token_ids), limits.vocab)
     forced = request.forced_length
-    _check_room(request, len(token_ids), room, answer_fits=answer_fits)
+    _check_lengths(request, len(token_ids), limits, answer_fits=answer_fits)
     checked = replace(
         request,
         token_ids=token_ids,
         max_new_tokens=int(request.max_new_tokens),
         sampling=_sampling(request),
-        stop_token_ids=_stop_ids(request, room),
+        stop_token_ids=_stop_ids(request, limits),
         key=None
         if request.key is None
         else _two_whole(
@@ -149,40 +151,40 @@ def checked_request(request: Request | Partial, room: Room, *, answer_fits: bool
         forced_length=None if forced is None else int(forced),
         extras=bool(request.extras),
         for_training=bool(request.for_training),
-        shaping=_shaping(request, room),
+        shaping=_shaping(request, limits),
         logprobs=logprobs,
     )
-    if room.grammars is not None:
-        room.grammars.check(checked)
+    if limits.grammars is not None:
+        limits.grammars.check(checked)
     return checked
 
 
-def num_wanted(request: Request) -> int:
+def num_requested(request: Request) -> int:
     """Return the maximum number of tokens that a request asks for."""
     return request.max_new_tokens if request.forced_length is None else request.forced_length
 
 
-def checked_partial(saved: Partial, room: Room) -> Partial:
+def checked_partial(saved: Partial, limits: RequestLimits) -> Partial:
     """Return a copy of a saved request that this sampler can continue, as `checked_request`. Raises
     RolloutError."""
-    request = checked_request(saved.request, room)
+    request = checked_request(saved.request, limits)
     name = f"saved request {request.request_id!r}"
-    if saved.seed != room.seed:
+    if saved.seed != limits.seed:
         raise RolloutError(
-            f"{name} was saved by a sampler of seed {saved.seed!r}, this one has {room.seed}: it "
+            f"{name} was saved by a sampler of seed {saved.seed!r}, this one has {limits.seed}: it "
             "would not continue with the same tokens. Give this sampler that seed."
         )
     if request.key is None:
         raise RolloutError(
             f"{name}: key is None, but its sampled tokens depend on one. Give that key."
         )
-    drawn = checked_ids(saved.token_ids, room.vocab)
-    if isinstance(drawn, str):
-        raise RolloutError(f"{name}: token_ids {drawn}. Give what a sampler saved.")
-    count, wanted = len(drawn), num_wanted(request)
-    if count and count >= wanted:
+    token_ids = checked_ids(saved.token_ids, limits.vocab)
+    if isinstance(token_ids, str):
+        raise RolloutError(f"{name}: token_ids {token_ids}. Give what a sampler saved.")
+    count, most = len(token_ids), num_requested(request)
+    if count and count >= most:
         raise RolloutError(
-            f"{name} has {count} sampled tokens of at most {wanted} (max_new_tokens): nothing is "
+            f"{name} has {count} sampled tokens of at most {most} (max_new_tokens): nothing is "
             "left to do. Raise its max_new_tokens."
         )
     columns = {
@@ -200,14 +202,14 @@ def checked_partial(saved: Partial, room: Room) -> Partial:
     check_masks(name, saved, request, count)
     logprob_checks.check_logprobs(name, saved, request)
     logprob_checks.check_has_logprobs(name, saved, request)
-    _check_kv(name, saved, len(request.token_ids) + count, room)
-    check_expert_ids(name, saved, len(request.token_ids) + count - 1, room)
-    return replace(saved, request=request, token_ids=drawn, **columns)
+    _check_kv(name, saved, len(request.token_ids) + count, limits)
+    check_expert_ids(name, saved, len(request.token_ids) + count - 1, limits)
+    return replace(saved, request=request, token_ids=token_ids, **columns)
 
 
-def _refuse(request: Request, field: str, value: object, wanted: str) -> NoReturn:
-    """Raise RolloutError for a field that is not as wanted."""
-    reason = f"must be {wanted}, not {_shown(value)}."
+def _refuse(request: Request, field: str, value: object, expected: str) -> NoReturn:
+    """Raise RolloutError for a field that is not as expected."""
+    reason = f"must be {expected}, not {_shown(value)}."
     raise RequestRefused(f"request {request.request_id!r}", field, reason)
 
 
@@ -243,8 +245,10 @@ def checked_ids(values: object, vocab: int | None) -> IntArray | str:
     return given.astype(np.int32)
 
 
-def _prompt(request: Request, room: Room) -> IntArray:
-    ids = checked_ids(request.token_ids, room.vocab if room.images is None else room.images.end)
+def _prompt(request: Request, limits: RequestLimits) -> IntArray:
+    ids = checked_ids(
+        request.token_ids, limits.vocab if limits.images is None else limits.images.end
+    )
     if isinstance(ids, str):
         raise RequestRefused(f"request {request.request_id!r}", "token_ids", f"{ids}.")
     if not len(ids):
@@ -255,57 +259,59 @@ def _prompt(request: Request, room: Room) -> IntArray:
     return ids
 
 
-def _check_room(request: Request, prompt: int, room: Room, *, answer_fits: bool) -> None:
+def _check_lengths(
+    request: Request, prompt: int, limits: RequestLimits, *, answer_fits: bool
+) -> None:
     """Raise RolloutError, which names the setting, unless prompt and answer fit. Nothing is cut."""
     only_scores = (
         request.scores_prompt and request.max_new_tokens == 0 and request.forced_length is None
     )
-    if prompt >= room.max_length + only_scores:
+    if prompt >= limits.max_length + only_scores:
         new = "" if only_scores else " with at least one new token"
         raise RolloutError(
             f"request {request.request_id!r}: the prompt has {prompt} tokens, but a slot holds "
-            f"{room.max_length}{new}. Shorten the prompt or raise "
+            f"{limits.max_length}{new}. Shorten the prompt or raise "
             "sampler.max_length."
         )
     for field in ("max_new_tokens", "forced_length"):
-        asked = getattr(request, field)
-        if asked is None and field == "forced_length":
+        count = getattr(request, field)
+        if count is None and field == "forced_length":
             continue
-        asked = _whole(request, field, asked, 1 - request.scores_prompt, INT32_END)
+        count = _whole(request, field, count, 1 - request.scores_prompt, INT32_END)
         if field == "max_new_tokens" and request.forced_length is not None:
             continue  # forced_length counts instead
-        if room.max_new_tokens is not None and asked > room.max_new_tokens:
+        if limits.max_new_tokens is not None and count > limits.max_new_tokens:
             raise RolloutError(
-                f"request {request.request_id!r}: {field} is {asked}, more than "
-                f"sampler.max_new_tokens ({room.max_new_tokens}). Ask for fewer, or raise that: "
+                f"request {request.request_id!r}: {field} is {count}, more than "
+                f"sampler.max_new_tokens ({limits.max_new_tokens}). Ask for fewer, or raise that: "
                 "Sampler(policy, section=jaxrl_async.config.schema.SamplerSection("
                 "max_new_tokens=..., max_length=...))."
             )
-        if answer_fits and prompt + asked > room.max_length:
+        if answer_fits and prompt + count > limits.max_length:
             raise RolloutError(
-                f"request {request.request_id!r}: {prompt} tokens of prompt and {field} of {asked} "
-                f"are more than sampler.max_length ({room.max_length}). Ask for at most "
-                f"{room.max_length - prompt}, or raise that: Sampler(policy, "
+                f"request {request.request_id!r}: {prompt} tokens of prompt and {field} of {count} "
+                f"are more than sampler.max_length ({limits.max_length}). Ask for at most "
+                f"{limits.max_length - prompt}, or raise that: Sampler(policy, "
                 "section=jaxrl_async.config.schema.SamplerSection(max_length=..., "
                 "max_new_tokens=...))."
             )
 
 
-def _two_whole(request: Request, field: str, value: Any, wanted: str) -> tuple[int, int]:
+def _two_whole(request: Request, field: str, value: Any, expected: str) -> tuple[int, int]:
     good = isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_whole, value))
     if not (good and all(-INT32_END <= part < INT32_END for part in value)):
-        _refuse(request, field, value, wanted)
+        _refuse(request, field, value, expected)
     return int(value[0]), int(value[1])
 
 
-def _stop_ids(request: Request, room: Room) -> tuple[int, ...]:
+def _stop_ids(request: Request, limits: RequestLimits) -> tuple[int, ...]:
     ids: Any = request.stop_token_ids
     row = ids.ndim == 1 if isinstance(ids, np.ndarray) else isinstance(ids, Sequence)
     if not row or isinstance(ids, str | bytes):
         _refuse(request, "stop_token_ids", ids, "a tuple of token ids")
     if len(ids) > MAX_STOP_TOKENS:
         _refuse(request, "stop_token_ids", ids, f"at most {MAX_STOP_TOKENS} token ids")
-    end = INT32_END if room.vocab is None else room.vocab
+    end = INT32_END if limits.vocab is None else limits.vocab
     return tuple(_whole(request, "stop_token_ids", i, 0, end) for i in ids)
 
 
@@ -335,7 +341,7 @@ def _sampling(request: Request) -> SamplingParams:
     )
 
 
-def _shaping(request: Request, room: Room) -> LogitShaping | None:
+def _shaping(request: Request, limits: RequestLimits) -> LogitShaping | None:
     """Return what shapes the logits; None if it changes nothing."""
     given = request.shaping
     if given is None:
@@ -357,10 +363,12 @@ def _shaping(request: Request, room: Room) -> LogitShaping | None:
         wanted = f"from {LEAST_REPETITION:g} to {1 / LEAST_REPETITION:g}"
         _refuse(request, "shaping.repetition_penalty", repetition, wanted)
     least = _whole(request, "shaping.min_tokens", given.min_tokens, 0, INT32_END)
-    if least > num_wanted(request):
-        _refuse(request, "shaping.min_tokens", least, f"at most {num_wanted(request)}, its length")
+    if least > num_requested(request):
+        _refuse(
+            request, "shaping.min_tokens", least, f"at most {num_requested(request)}, its length"
+        )
     checked = LogitShaping(
-        bias=_bias(request, given.bias, room),
+        bias=_bias(request, given.bias, limits),
         min_tokens=least,
         frequency_penalty=_penalty(request, "frequency_penalty", given.frequency_penalty),
         presence_penalty=_penalty(request, "presence_penalty", given.presence_penalty),
@@ -370,14 +378,14 @@ def _shaping(request: Request, room: Room) -> LogitShaping | None:
     return None if checked == LogitShaping() else checked
 
 
-def _bias(request: Request, given: Any, room: Room) -> tuple[tuple[int, float], ...]:
+def _bias(request: Request, given: Any, limits: RequestLimits) -> tuple[tuple[int, float], ...]:
     pairs = isinstance(given, tuple | list) and all(
         isinstance(pair, tuple | list) and len(pair) == 2 for pair in given
     )
     if not pairs or len(given) > MAX_BIASED:
-        wanted = f"at most {MAX_BIASED} pairs of a token id and a number"
-        _refuse(request, "shaping.bias", given, wanted)
-    end = INT32_END if room.vocab is None else room.vocab
+        expected = f"at most {MAX_BIASED} pairs of a token id and a number"
+        _refuse(request, "shaping.bias", given, expected)
+    end = INT32_END if limits.vocab is None else limits.vocab
     name = "shaping.bias"
     checked = tuple((_whole(request, name, i, 0, end), _number(request, name, b)) for i, b in given)
     if any(abs(value) > LARGEST_BIAS for _, value in checked):
@@ -456,7 +464,7 @@ def _shares_sets(kept: KeptTokens, count: int) -> bool:
     return good and bool(((which >= 0) & (which < sets)).all())
 
 
-def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
+def _check_kv(name: str, saved: Partial, tokens: int, limits: RequestLimits) -> None:
     """Raise RolloutError unless saved KV fits this sampler's cache."""
     kv: Any = saved.kv
     if kv is None:
@@ -466,28 +474,28 @@ def _check_kv(name: str, saved: Partial, tokens: int, room: Room) -> None:
         raise RolloutError(f"{name}: kv is not an array, or has no kv_version. {hint}")
     if not _is_whole(saved.kv_page_tokens) or saved.kv_page_tokens < 0:
         raise RolloutError(f"{name}: kv_page_tokens is no number of tokens. {hint}")
-    if room.kv_shape is None:
+    if limits.kv_shape is None:
         return
-    layers, sides, heads, width = room.kv_shape
+    layers, sides, heads, width = limits.kv_shape
     fits = kv.ndim == 5 and kv.shape[:2] == (layers, sides) and kv.shape[3:] == (heads, width)
     if not fits or kv.shape[2] > tokens:
         raise RolloutError(
             f"{name}: kv has shape {kv.shape}, but this sampler's cache needs ({layers}, {sides}, "
             f"up to {tokens}, {heads}, {width}): another model made it. {hint}"
         )
-    if kv.dtype.name != room.kv_dtype:
+    if kv.dtype.name != limits.kv_dtype:
         raise RolloutError(
-            f"{name}: kv is {kv.dtype.name}, but this sampler's cache is {room.kv_dtype}. {hint}"
+            f"{name}: kv is {kv.dtype.name}, but this sampler's cache is {limits.kv_dtype}. {hint}"
         )
 
 
-def check_expert_ids(name: str, saved: TokenRecord, tokens: int, room: Room) -> None:
+def check_expert_ids(name: str, saved: TokenRecord, tokens: int, limits: RequestLimits) -> None:
     """Raise RolloutError unless the saved experts are experts of this sampler's model, for every
     token but the last, which no expert has processed."""
     ids: Any = saved.expert_ids
-    if ids is None or room.experts is None or not len(saved.token_ids):
+    if ids is None or limits.experts is None or not len(saved.token_ids):
         return
-    layers, chosen, experts = room.experts
+    layers, chosen, experts = limits.experts
     good = isinstance(ids, np.ndarray) and np.issubdtype(ids.dtype, np.integer)
     good = good and ids.shape == (tokens, layers, chosen)
     if not (good and bool(((ids >= 0) & (ids < experts)).all())):

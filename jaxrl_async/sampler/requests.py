@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_async.ports.run import Clock
-from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
+from jaxrl_async.sampler.batch.adapter_slots import AdapterSlots
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Stage
 from jaxrl_async.sampler.lifetime import Lifetime
-from jaxrl_async.sampler.request_checks import RequestCheck, Room, num_wanted
+from jaxrl_async.sampler.request_checks import RequestCheck, RequestLimits, num_requested
 from jaxrl_async.sampler.router.job import fulfil
 from jaxrl_async.types import Completion, Partial, Request, StopReason, TokenRecord
 
@@ -54,14 +54,14 @@ class Inbox:
     def __init__(
         self,
         lifetime: Lifetime,
-        room: Room,
+        limits: RequestLimits,
         clock: Clock,
         fresh_keys: Iterator[int],
-        adapters: AdapterPlaces | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """fresh_keys, adapters: see RequestCheck."""
         self._lifetime, self._clock = lifetime, clock
-        self._check = RequestCheck(room, fresh_keys, adapters)
+        self._check = RequestCheck(limits, fresh_keys, adapters)
         self._requests: list[LiveRequest] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
 
@@ -161,7 +161,7 @@ def request_of(given: Request | Partial) -> Request:
 def live_request(given: Request | Partial, waiter: Waiter) -> LiveRequest:
     """Return a checked request in the form that the batch takes."""
     saved, request = given if isinstance(given, Partial) else None, request_of(given)
-    return LiveRequest(request=request, max_new=num_wanted(request), owner=waiter, partial=saved)
+    return LiveRequest(request=request, max_new=num_requested(request), owner=waiter, partial=saved)
 
 
 # ---- answers
@@ -192,12 +192,12 @@ def resolve(answers: Sequence[tuple[Waiter, Completion | BaseException]]) -> Non
     by_loop: dict[Any, list[tuple[AnyFuture, Completion | BaseException]]] = {}
     for waiter, answer in answers:
         by_loop.setdefault(waiter.loop, []).append((waiter.future, answer))
-    for loop, of_loop in by_loop.items():
+    for loop, on_loop in by_loop.items():
         if loop is None:
-            _set_futures(of_loop)
+            _set_futures(on_loop)
         else:
             with contextlib.suppress(RuntimeError):  # the loop and its tasks are closed
-                loop.call_soon_threadsafe(_set_futures, of_loop)
+                loop.call_soon_threadsafe(_set_futures, on_loop)
 
 
 def _set_futures(answers: Sequence[tuple[AnyFuture, Completion | BaseException]]) -> None:

@@ -136,7 +136,7 @@ class Sampler(Living):
         self.adapters = SamplerAdapters(
             setup.spec,
             setup.settings.adapters,
-            setup.places,
+            setup.adapter_slots,
             self._inbox,
             self.loop.changes,
             sources,
@@ -192,8 +192,8 @@ class Sampler(Living):
         if self.error is not None:  # it holds the KV, and there is no memory for another
             self.lifetime.forget_frames()
             self.loop.batch = None
-        before, of_adapters = self._rejoined or (self.weights, self.loop.sources)
-        source, sources = self._rejoined = before.rejoin(), of_adapters.rejoined()
+        before, adapter_sources = self._rejoined or (self.weights, self.loop.sources)
+        source, sources = self._rejoined = before.rejoin(), adapter_sources.rejoined()
         try:
             version, prepared = self.version, self.loop.weights.prepared
             update = source.poll(wait=True)
@@ -201,7 +201,7 @@ class Sampler(Living):
                 version = update.version
                 prepared = self.engine.prepare(update.params, prepared)
             assert prepared is not None, "weights that were taken and are not live are staged again"
-            prepared = sources.renewed(self.engine, self.setup.places, prepared)
+            prepared = sources.renewed(self.engine, self.setup.adapter_slots, prepared)
             successor = Sampler.from_setup(self.setup, prepared, version, source, sources)
             if update is not None:
                 source.live(version)
@@ -220,8 +220,8 @@ class Sampler(Living):
 
     def prepare(self, constraint: Constraint) -> None:
         """Compile a constraint; see ports.PreparesConstraints."""
-        if self.setup.room.grammars is not None:
-            self.setup.room.grammars.prepare(constraint)
+        if self.setup.limits.grammars is not None:
+            self.setup.limits.grammars.prepare(constraint)
 
     def generate(self, requests: Sequence[Request | Partial]) -> list[Completion]:
         """Complete all requests, in order; blocks. Raises RolloutError for a request that cannot

@@ -44,7 +44,7 @@ from jaxrl_async.model.spec import (
     weight_table,
 )
 from jaxrl_async.ports.run import UNRECORDED, Clock, Schedule
-from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces
+from jaxrl_async.sampler.batch.adapter_slots import AdapterSlots
 from jaxrl_async.sampler.batch.kv_budget import MemoryPlan, plan_memory
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
@@ -52,7 +52,7 @@ from jaxrl_async.sampler.device.sampling import Mix
 from jaxrl_async.sampler.grammar import Grammars
 from jaxrl_async.sampler.intake import NO_FOLLOWERS, Followers
 from jaxrl_async.sampler.probe import Probe
-from jaxrl_async.sampler.request_checks import INT32_END, Room
+from jaxrl_async.sampler.request_checks import INT32_END, RequestLimits
 from jaxrl_async.types import IntArray
 
 log = logging.getLogger(__name__)
@@ -97,16 +97,16 @@ class SamplerSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSetup:
     """The setup that a sampler and its successors share. Only fresh_keys, which keep counting, and
-    the adapters in their places change."""
+    the adapters in their slots change."""
 
     spec: ModelSpec
     section: schema.SamplerSection
     plan: MemoryPlan
     engine: Engine
-    room: Room
+    limits: RequestLimits
     seed: int
     settings: SamplerSettings
-    places: AdapterPlaces = field(default_factory=AdapterPlaces)
+    adapter_slots: AdapterSlots = field(default_factory=AdapterSlots)
     fresh_keys: Iterator[int] = field(default_factory=itertools.count)  # successors continue them
 
 
@@ -123,15 +123,15 @@ def set_up(
     if isinstance(policy, Policy) and settings.tokenizer is None:
         settings = replace(settings, tokenizer=policy.tokenizer)
     setup = build_setup(spec, section, mesh, seed, settings)
-    has_one = any(adapted_names(params[stack]) for stack in stacks_in(params))
-    if settings.adapters is not None and has_one:
+    has_adapter = any(adapted_names(params[stack]) for stack in stacks_in(params))
+    if settings.adapters is not None and has_adapter:
         raise ConfigError(
             "a sampler with places for adapters (SamplerSettings.adapters) takes a policy without "
             "an adapter: give the base, and load the adapter by name (Sampler.adapters.load)."
         )
     if mesh is not None:
         table = with_adapter(spec, table_of(weight_table(spec), params), params)
-        params = _placed(params, mesh, shardings(table, mesh, SAMPLER_RULES))
+        params = _on_mesh(params, mesh, shardings(table, mesh, SAMPLER_RULES))
     return setup, params
 
 
@@ -175,26 +175,26 @@ def build_setup(
         section=section,
         plan=plan,
         engine=engine,
-        room=room_of(spec, section, seed, settings, Grammars(settings.tokenizer, spec.vocab)),
+        limits=limits_of(spec, section, seed, settings, Grammars(settings.tokenizer, spec.vocab)),
         seed=seed,
         settings=settings,
-        places=AdapterPlaces(0 if room is None else room.places),
+        adapter_slots=AdapterSlots(0 if room is None else room.places),
     )
 
 
-def room_of(
+def limits_of(
     spec: ModelSpec,
     section: schema.SamplerSection,
     seed: int,
     settings: SamplerSettings,
     grammars: Grammars | None = None,
-) -> Room:
+) -> RequestLimits:
     """Return the limits that requests to samplers of these settings are checked against.
 
     grammars: which constraints are checked with; None: the sampler itself checks them.
     """
     experts = (spec.layers, spec.experts_per_token, spec.experts)
-    return Room(
+    return RequestLimits(
         max_length=section.max_length,
         max_new_tokens=section.max_new_tokens,
         vocab=spec.vocab,
@@ -207,31 +207,31 @@ def room_of(
     )
 
 
-def _placed(params: Params, mesh: Mesh, shardings: object) -> Params:
+def _on_mesh(params: Params, mesh: Mesh, shardings: object) -> Params:
     """Put parameters on the mesh. If several processes own its devices, arrays that they made
     together are moved between devices, and host arrays must be equal in all of them."""
     if not spans_processes(mesh):
         return jax.device_put(params, shardings)
 
-    def one(x: jax.Array, sharding: NamedSharding) -> Any:
-        together = isinstance(x, jax.Array) and not x.is_fully_addressable
-        return jax.device_put(x, sharding) if together else put(np.asarray(x), sharding)
+    def put_one(x: jax.Array, sharding: NamedSharding) -> Any:
+        is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
+        return jax.device_put(x, sharding) if is_global else put(np.asarray(x), sharding)
 
-    return jax.tree.map(one, params, shardings)
+    return jax.tree.map(put_one, params, shardings)
 
 
 def roomy_section(
     spec: ModelSpec, dtype: DTypeLike, room: AdapterRoom | None = None, mesh: Mesh | None = None
 ) -> schema.SamplerSection:
     """Return the section of a sampler without one: sequences of the model's maximum length, at most
-    LONGEST, in the KV memory of schema.SamplerSection's defaults plus the places of adapters.
+    LONGEST, in the KV memory of schema.SamplerSection's defaults plus the slots of adapters.
     Arguments as kv_plan's."""
-    usual = schema.SamplerSection()
-    plan = kv_plan(spec, usual, dtype, room, mesh)
+    defaults = schema.SamplerSection()
+    plan = kv_plan(spec, defaults, dtype, room, mesh)
     longest = min(spec.max_positions, LONGEST)
     pages = plan.layout.most_pages_of(longest, plan.page_tokens, plan.block)
     needed = pages * plan.page_bytes
-    return usual.model_copy(
+    return defaults.model_copy(
         update={
             "max_length": longest,
             "max_new_tokens": longest - 1,
@@ -255,8 +255,8 @@ def kv_plan(
         spec: of the model.
         section: the sampler's.
         dtype: of its computation and its KV.
-        room: for adapters, whose places use a part of sampler.kv_memory_mib; None: no adapters.
-        mesh: of the sampler. Places are replicated on some of its devices, and pages of the TPU's
+        room: for adapters, whose slots use a part of sampler.kv_memory_mib; None: no adapters.
+        mesh: of the sampler. Slots are replicated on some of its devices, and pages of the TPU's
             kernel hold heads as wide as a register. None: one device.
         keep_routing: whether it reports each token's experts.
     """
@@ -264,11 +264,11 @@ def kv_plan(
     ragged, platform = uses_ragged(section, mesh, spec), device_of(mesh).platform
     if ragged and platform != "gpu":
         width = page_head_dim(width)
-    each = sides * heads * width * jnp.dtype(dtype).itemsize
+    token_bytes = sides * heads * width * jnp.dtype(dtype).itemsize
     mib = section.kv_memory_mib
-    of_places = jnp.bfloat16 if section.matmul == "bfloat16" else dtype
+    adapter_dtype = jnp.bfloat16 if section.matmul == "bfloat16" else dtype
     return plan_memory(
-        token_bytes=each,
+        token_bytes=token_bytes,
         layout=kept_layout(spec, keep_routing),
         max_length=section.max_length,
         page_tokens=section.page_tokens,
@@ -277,7 +277,7 @@ def kv_plan(
         reserve_share=section.reserve,
         budget_bytes=None if mib is None else int(mib * 2**20),
         state_bytes=_state_bytes(spec),
-        places_bytes=0 if room is None else _places_bytes(spec, room, of_places, mesh),
+        places_bytes=0 if room is None else _adapter_bytes(spec, room, adapter_dtype, mesh),
         copies=not ragged and platform != "cpu",  # the CPU kernel copies none
     )
 
@@ -295,15 +295,15 @@ def _state_bytes(spec: ModelSpec) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(states))
 
 
-def _places_bytes(spec: ModelSpec, room: AdapterRoom, dtype: DTypeLike, mesh: Mesh | None) -> int:
-    """Return the bytes of a sampler's places for adapters, on all devices together."""
+def _adapter_bytes(spec: ModelSpec, room: AdapterRoom, dtype: DTypeLike, mesh: Mesh | None) -> int:
+    """Return the bytes of a sampler's slots for adapters, on all devices together."""
     table = stack_table(spec, room)
     weights = jax.tree.leaves(table, is_leaf=lambda w: isinstance(w, Weight))
     if mesh is None:
         numbers = sum(math.prod(w.shape) for w in weights)
     else:
-        where = jax.tree.leaves(shardings(table, mesh, SAMPLER_RULES))
-        parts = (s.shard_shape(w.shape) for s, w in zip(where, weights, strict=True))
+        divided = jax.tree.leaves(shardings(table, mesh, SAMPLER_RULES))
+        parts = (s.shard_shape(w.shape) for s, w in zip(divided, weights, strict=True))
         numbers = mesh.size * sum(math.prod(shape) for shape in parts)
     return numbers * int(jnp.dtype(dtype).itemsize)
 
@@ -337,7 +337,7 @@ def build_engine(
     cpu_kernels = (
         section.cpu_kernels and takes_cpu_kernels(mesh, dtype) and kernels_are_there(SAMPLING)
     )
-    own = not spec.latent and not spec.delta
+    plain = not spec.latent and not spec.delta
     eight_bits = section.matmul == "int8"
     engine_spec = EngineSpec(
         model=spec,
@@ -351,7 +351,7 @@ def build_engine(
         dtype=dtype,
         ragged=ragged,
         cpu_products=cpu_kernels and spec.own is None,
-        cpu_attention=cpu_kernels and not ragged and section.attention == "auto" and own,
+        cpu_attention=cpu_kernels and not ragged and section.attention == "auto" and plain,
         one_thread=one_thread,
         mixed=mixed,
         eight_bits=eight_bits,
@@ -397,8 +397,8 @@ def uses_ragged(section: schema.SamplerSection, mesh: Mesh | None, spec: ModelSp
         return attention != "gathered" and has_triton(device)
     on_tpu = bool(device.platform == "tpu")
     tokens = section.page_tokens
-    takes = not spec.latent or (tokens % TILE_TOKENS == 0 and tokens <= LARGEST_PAGE)
-    if on_tpu and not takes and attention != "gathered":
+    supported = not spec.latent or (tokens % TILE_TOKENS == 0 and tokens <= LARGEST_PAGE)
+    if on_tpu and not supported and attention != "gathered":
         raise ConfigError(
             f"sampler.page_tokens={tokens}: on a TPU pages of latent attention, which this "
             f"{spec.family} model has, fill tiles of {TILE_TOKENS} tokens, and the kernel holds at "

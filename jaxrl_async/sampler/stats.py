@@ -35,7 +35,7 @@ LARGEST = Kind(max, max)
 PROGRAMS = Kind(max, sum)  # a replica's programs outlive it
 
 
-def _is(kind: Kind, start: float = 0) -> Any:
+def _stat(kind: Kind, start: float = 0) -> Any:
     return field(default=start, metadata={"kind": kind})
 
 
@@ -43,40 +43,40 @@ def _is(kind: Kind, start: float = 0) -> Any:
 class SamplerStats:
     """Counters since the start (subtract two readings), and gauges of the moment."""
 
-    busy_s: float = _is(SECONDS, 0.0)  # the thread at work
-    idle_s: float = _is(SECONDS, 0.0)  # nothing to decode
-    blocks: int = _is(COUNTER)
-    slot_steps: int = _is(COUNTER)  # slots times decode steps
-    row_steps: int = _is(COUNTER)  # computed rows times decode steps
-    used_slot_steps: int = _is(COUNTER)  # slot_steps that sampled a token
-    waiting_slot_steps: int = _is(COUNTER)  # slot_steps of blocks at whose end requests waited
-    waiting_used_slot_steps: int = _is(COUNTER)
-    generated_tokens: int = _is(COUNTER)
-    aside_tokens: int = _is(COUNTER)  # of these, for evaluations, guests and opponents
-    prefill_tokens: int = _is(COUNTER)  # computed, without padding
-    recomputed_tokens: int = _is(COUNTER)  # of these, again after a swap or a preemption
-    scored_tokens: int = _is(COUNTER)  # of prompts, whose log-probs were computed
-    prefix_hit_tokens: int = _is(COUNTER)  # prompt tokens found in the prefix store
-    prefix_hidden_tokens: int = _is(COUNTER)  # found except in layers with a window
-    prefix_asked_tokens: int = _is(COUNTER)  # prompt tokens looked up there
-    evicted_pages: int = _is(COUNTER)
-    requests_done: int = _is(COUNTER)
-    truncated: int = _is(COUNTER)  # ended by length
-    cancelled: int = _is(COUNTER)
-    cancelled_tokens: int = _is(COUNTER)  # sampled by requests that were cancelled later
-    failed: int = _is(COUNTER)  # requests whose host work raised an error
-    preempted: int = _is(COUNTER)  # lost their pages for a while, for lack of memory
-    restarted: int = _is(COUNTER)  # restarted after a swap
-    discarded_tokens: int = _is(COUNTER)  # sampled, then discarded by a restart
-    in_flight: int = _is(GAUGE)  # requests that have a slot
-    waiting: int = _is(GAUGE)  # requests that wait for a slot
-    used_page_share: float = _is(SHARE, 0.0)  # of the KV pages, with the prefix store's
-    swaps: int = _is(COUNTER)
-    swap_pause_s: float = _is(LARGEST, 0.0)  # between two blocks at the last swap, with the probe
-    max_swap_pause_s: float = _is(LARGEST, 0.0)
-    probe_error: float = _is(LARGEST, 0.0)  # largest difference on the last probe, nats
-    max_probe_error: float = _is(LARGEST, 0.0)
-    compiled_programs: int = _is(PROGRAMS)
+    busy_s: float = _stat(SECONDS, 0.0)  # the thread at work
+    idle_s: float = _stat(SECONDS, 0.0)  # nothing to decode
+    blocks: int = _stat(COUNTER)
+    slot_steps: int = _stat(COUNTER)  # slots times decode steps
+    row_steps: int = _stat(COUNTER)  # computed rows times decode steps
+    used_slot_steps: int = _stat(COUNTER)  # slot_steps that sampled a token
+    waiting_slot_steps: int = _stat(COUNTER)  # slot_steps of blocks at whose end requests waited
+    waiting_used_slot_steps: int = _stat(COUNTER)
+    generated_tokens: int = _stat(COUNTER)
+    aside_tokens: int = _stat(COUNTER)  # of these, for evaluations, guests and opponents
+    prefill_tokens: int = _stat(COUNTER)  # computed, without padding
+    recomputed_tokens: int = _stat(COUNTER)  # of these, again after a swap or a preemption
+    scored_tokens: int = _stat(COUNTER)  # of prompts, whose log-probs were computed
+    prefix_hit_tokens: int = _stat(COUNTER)  # prompt tokens found in the prefix store
+    prefix_hidden_tokens: int = _stat(COUNTER)  # found except in layers with a window
+    prefix_asked_tokens: int = _stat(COUNTER)  # prompt tokens looked up there
+    evicted_pages: int = _stat(COUNTER)
+    requests_done: int = _stat(COUNTER)
+    truncated: int = _stat(COUNTER)  # ended by length
+    cancelled: int = _stat(COUNTER)
+    cancelled_tokens: int = _stat(COUNTER)  # sampled by requests that were cancelled later
+    failed: int = _stat(COUNTER)  # requests whose host work raised an error
+    preempted: int = _stat(COUNTER)  # lost their pages for a while, for lack of memory
+    restarted: int = _stat(COUNTER)  # restarted after a swap
+    discarded_tokens: int = _stat(COUNTER)  # sampled, then discarded by a restart
+    in_flight: int = _stat(GAUGE)  # requests that have a slot
+    waiting: int = _stat(GAUGE)  # requests that wait for a slot
+    used_page_share: float = _stat(SHARE, 0.0)  # of the KV pages, with the prefix store's
+    swaps: int = _stat(COUNTER)
+    swap_pause_s: float = _stat(LARGEST, 0.0)  # between two blocks at the last swap, with the probe
+    max_swap_pause_s: float = _stat(LARGEST, 0.0)
+    probe_error: float = _stat(LARGEST, 0.0)  # largest difference on the last probe, nats
+    max_probe_error: float = _stat(LARGEST, 0.0)
+    compiled_programs: int = _stat(PROGRAMS)
 
     @property
     def work_done(self) -> tuple[int, ...]:

@@ -61,10 +61,10 @@ class SwapCheck:
                 f"{where}: probe_logprobs were given, but this sampler has no probe to compare "
                 "them with. Start it with SamplerSettings(probe=...), or leave them out."
             )
-        given, wanted = np.asarray(logprobs), (len(self._probe.token_ids) - 1,)
-        if given.dtype.kind != "f" or given.shape != wanted:
+        given, shape = np.asarray(logprobs), (len(self._probe.token_ids) - 1,)
+        if given.dtype.kind != "f" or given.shape != shape:
             raise ConfigError(
-                f"{where}: probe_logprobs must be numbers of shape {wanted}, one for each token of "
+                f"{where}: probe_logprobs must be numbers of shape {shape}, one for each token of "
                 f"the probe but the first, not {given.dtype} {given.shape}."
             )
         return given

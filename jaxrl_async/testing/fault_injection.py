@@ -95,7 +95,7 @@ def sampler_hangs(hits: Hits, *, index: int = 0, notice_s: float = 0.5) -> Fault
             fleet = parts.sampler.fleet
             limits = fleet.limits
             fleet.limits = replace(limits, hang_s=notice_s)
-            while fleet.slots[index].at_work:
+            while fleet.slots[index].is_active:
                 time.sleep(0.01)
             fleet.limits = limits
             threading.Event().wait(LONG_S)

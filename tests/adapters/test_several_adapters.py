@@ -15,7 +15,7 @@ from runs import CONFIGS, many_digits
 from safetensors.numpy import load_file
 
 from jaxrl_async.adapters.adapter_generate import AdapterGenerate
-from jaxrl_async.adapters.assemble_several import Turns
+from jaxrl_async.adapters.assemble_several import StepLock
 from jaxrl_async.audit import Rules, audit
 from jaxrl_async.config.load import dump, load
 from jaxrl_async.config.schema import ArchitectureSection, Config
@@ -146,8 +146,8 @@ def test_a_run_that_fails_ends_alone_and_a_resumed_one_goes_on(
     reward.write_text(FAILS_LATER, encoding="utf-8")
     few, many = tmp_path / "both" / "few", tmp_path / "both" / "many"
     assert main([str(file), "runs.many.run.steps=2"]) == 1
-    told = capsys.readouterr().err
-    assert "RunsFailed: 1 of 2 runs failed" in told and "few: " in told and "broken" in told
+    errors = capsys.readouterr().err
+    assert "RunsFailed: 1 of 2 runs failed" in errors and "few: " in errors and "broken" in errors
     assert len(trained(many)) == 2 and (many / "policy").is_dir()
     assert len(trained(few)) < 3 and not (few / "policy").exists()
     reward.write_text(FEW_DIGITS, encoding="utf-8")
@@ -160,7 +160,7 @@ def test_a_run_that_fails_ends_alone_and_a_resumed_one_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ("model.lora.rank=0",),
@@ -183,9 +183,9 @@ def test_a_run_that_fails_ends_alone_and_a_resumed_one_goes_on(
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_what_several_runs_cannot_do_is_refused_by_name(
-    tmp_path: Path, overrides: tuple[str, ...], told: str
+    tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         several(tmp_path, *overrides)
 
 
@@ -240,49 +240,49 @@ def test_a_configuration_of_several_survives_a_dump(tmp_path: Path) -> None:
     assert (few.run.steps, many.data.addition.digits) == (7, 2)
 
 
-def test_turns_are_taken_in_the_order_of_asking() -> None:
-    turns, order, waiting = Turns(), list[int](), list[threading.Thread]()
+def test_runs_step_in_the_order_in_which_they_waited() -> None:
+    lock, order, waiting = StepLock(), list[int](), list[threading.Thread]()
 
     def take(number: int) -> None:
-        with turns:
+        with lock:
             order.append(number)
 
-    with turns:
+    with lock:
         for number in range(5):
             waiting.append(threading.Thread(target=take, args=(number,)))
             waiting[-1].start()
-            while len(turns._waiting) <= number:  # until it has asked; nobody takes it meanwhile
+            while len(lock._waiting) <= number:  # until it waits; nobody takes it meanwhile
                 time.sleep(0.001)
         assert order == []
     for thread in waiting:
         thread.join(10)
     assert order == [0, 1, 2, 3, 4]
-    with turns:  # it is free again
-        assert not turns._waiting
+    with lock:  # it is free again
+        assert not lock._waiting
 
 
 @pytest.mark.full
-def test_a_run_does_not_wait_for_ever_for_one_that_keeps_the_turn() -> None:
+def test_a_run_does_not_wait_for_ever_for_one_that_keeps_the_lock() -> None:
     clock = VirtualClock()
-    turns = Turns(limit_s=100.0, clock=clock)
-    told: list[BaseException] = []
+    lock = StepLock(limit_s=100.0, clock=clock)
+    errors: list[BaseException] = []
 
     def wait() -> None:
         try:
-            with turns:
+            with lock:
                 pass
         except StalledError as error:
-            told.append(error)
+            errors.append(error)
 
-    with turns:
+    with lock:
         waiting = threading.Thread(target=wait, daemon=True)
         waiting.start()
-        while not turns._waiting:
+        while not lock._waiting:
             time.sleep(0.001)
         clock.advance(101)
         waiting.join(20)
-        assert "held the trainer's slice for 101 s" in str(told[0]) and not turns._waiting
-    with turns:  # who gave up is not handed the turn
+        assert "held the trainer's slice for 101 s" in str(errors[0]) and not lock._waiting
+    with lock:  # a run that gave up does not get the lock
         pass
 
 
@@ -303,8 +303,8 @@ class Samplers:
 
     def progress(self) -> tuple[Partial, ...]:
         none = np.zeros(0, np.int32)
-        drawn = {"token_ids": none, "logprobs": none, "versions": none, "seed": 7}
-        return tuple(Partial(request=request, **drawn) for request in self.asked)
+        sampled = {"token_ids": none, "logprobs": none, "versions": none, "seed": 7}
+        return tuple(Partial(request=request, **sampled) for request in self.asked)
 
 
 @pytest.mark.full
@@ -416,15 +416,15 @@ def test_a_sampler_that_dies_is_replaced_with_every_adapter_as_it_was(
     """Its successor draws with the newest version of each: both runs end as they would have."""
     base = saved(tmp_path / "base")
     config = several(tmp_path, *base, "run.steps=3", "run.name=both", "faults.backoff_s=0.01")
-    loads, real = [], Engine.load_place
+    loads, real = [], Engine.load_adapter
 
-    def dies_once(self: Engine, weights: Any, adapter: Any, place: int) -> Any:
-        loads.append(place)
+    def dies_once(self: Engine, weights: Any, adapter: Any, slot: int) -> Any:
+        loads.append(slot)
         if len(loads) == 6:  # 1 when it is made, 2 first ones: the third swap
             raise RuntimeError("the device is lost")
-        return real(self, weights, adapter, place)
+        return real(self, weights, adapter, slot)
 
-    monkeypatch.setattr(Engine, "load_place", dies_once)
+    monkeypatch.setattr(Engine, "load_adapter", dies_once)
     train(config)
     monkeypatch.undo()
     for name in ("few", "many"):

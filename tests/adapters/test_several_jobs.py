@@ -22,7 +22,7 @@ def claims(*overrides):
 """
 
 
-def said(code):
+def output_of(code):
     """What a process prints in which this runs, without the devices that tests force."""
     forced = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     env = {k: v for k, v in os.environ.items() if k not in forced}
@@ -56,7 +56,7 @@ def test_the_recipe_needs_two_devices():
     ],
 )
 def test_each_job_has_its_devices(code, devices):
-    assert said(code) == [devices]
+    assert output_of(code) == [devices]
 
 
 @pytest.mark.full
@@ -69,7 +69,7 @@ except Exception:
     keep = jax.numpy.zeros(3)
 print(claims())
 """
-    assert said(code) == ["2"]
+    assert output_of(code) == ["2"]
 
 
 @pytest.mark.full
@@ -82,7 +82,7 @@ except MeshError as error:
     print(error)
 print(int(keep.sum()))
 """
-    words, kept = said(code)
+    words, kept = output_of(code)
     assert "needs 2 devices, and JAX was started before with 1 on the CPU" in words
     assert "1 arrays live, the largest of the shape (7,)" in words
     assert "jax.config.update('jax_num_cpu_devices', 2)" in words and "mesh.colocated" in words

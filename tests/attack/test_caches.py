@@ -110,8 +110,8 @@ def no_compile_cache() -> Iterator[None]:
 
 def loaded() -> int:
     """Load the library as a new process does, build it if need be, and call it."""
-    kernel_library._loaded.cache_clear()
-    return int(kernel_library._loaded(kernel_library.SAMPLING).jaxrl_async_product())
+    kernel_library._load.cache_clear()
+    return int(kernel_library._load(kernel_library.SAMPLING).jaxrl_async_product())
 
 
 def the_file(folder: Path) -> Path:
@@ -155,8 +155,8 @@ def test_a_cut_kernel_is_built_again(
 
 def test_a_library_that_is_loaded_does_not_see_what_becomes_of_its_file(caches: Path) -> None:
     assert loaded() == 42
-    kernel_library._loaded.cache_clear()
-    kernels = kernel_library._loaded(kernel_library.SAMPLING)
+    kernel_library._load.cache_clear()
+    kernels = kernel_library._load(kernel_library.SAMPLING)
     os.truncate(the_file(caches), 0)
     assert kernels.jaxrl_async_product() == kernels.jaxrl_async_rotate() + 42
 
@@ -246,7 +246,7 @@ def test_processes_that_build_at_once_all_get_a_sound_library(caches: Path) -> N
         try:
             for _ in range(3):
                 kernel_library._compile(compiler, source, path)
-            found.append(kernel_library._sound(path))
+            found.append(kernel_library._valid_content(path))
         except BaseException as error:
             errors.append(error)
 

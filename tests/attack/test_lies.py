@@ -12,7 +12,7 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.remote.sampler.answer_checks import checked_completion, checked_remote_partial
 from jaxrl_async.remote.sampler.remote_replica import RemoteReplica
 from jaxrl_async.remote.wire.messages import Answers, Start
-from jaxrl_async.sampler.request_checks import RequestCheck, Room
+from jaxrl_async.sampler.request_checks import RequestCheck, RequestLimits
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.types import (
     Completion,
@@ -24,7 +24,7 @@ from jaxrl_async.types import (
 )
 
 NEWEST = 50
-ROOM = Room(max_length=64, max_new_tokens=32, vocab=100, seed=0)
+ROOM = RequestLimits(max_length=64, max_new_tokens=32, vocab=100, seed=0)
 ASKED = Request(
     request_id="g1/m0/t0", token_ids=np.arange(5, dtype=np.int32), max_new_tokens=4, key=(1, 0)
 )

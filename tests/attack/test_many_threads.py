@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxrl_async.rollout.chat_env import ASIDE_THREADS, aside
+from jaxrl_async.rollout.chat_env import TOKENIZER_THREADS, in_thread
 from jaxrl_async.tasks import usercode
 from jaxrl_async.tasks.usercode import (
     LOOP_THREADS,
@@ -58,10 +58,10 @@ def test_few_long_texts_are_tokenized_at_once():
     work = AtOnce()
 
     async def all_of_them():
-        await asyncio.gather(*(aside(work) for _ in range(200)))
+        await asyncio.gather(*(in_thread(work) for _ in range(200)))
 
     asyncio.run(all_of_them())
-    assert work.done == 200 and work.most <= 4 and isinstance(ASIDE_THREADS, DaemonThreads)
+    assert work.done == 200 and work.most <= 4 and isinstance(TOKENIZER_THREADS, DaemonThreads)
 
 
 def test_what_to_thread_gives_and_raises_is_as_in_asyncio():

@@ -318,9 +318,9 @@ GROUPS = (
         "sampler/device/logit_shaping",
         ("sampler/test_shaping.py", "sampler/test_constraints.py"),
         (
-            ("(drawn < of.min_tokens)", "(drawn <= of.min_tokens)"),
+            ("(num_sampled < shaping.min_tokens)", "(num_sampled <= shaping.min_tokens)"),
             ("jnp.where(logits > 0, logits / factor", "jnp.where(logits < 0, logits / factor"),
-            ("of.frequency[:, None] * counts.answer", "of.frequency[:, None]"),
+            ("penalties.frequency[:, None] * counts.answer", "penalties.frequency[:, None]"),
             ("(counts.answer > 0) | (counts.prompt > 0)", "counts.answer > 0"),
             ("add(~in_prompt", "add(in_prompt | True"),
             ("jnp.where(forced >= 0, jnp.arange(V) == forced, possible)", "possible"),
@@ -333,9 +333,9 @@ GROUPS = (
             ("others = words & self._no_stops", "others = words"),
             ("words & self._no_ends & self._stops", "words & 0"),
             ("< self._least and others.any()", "< self._least"),
-            ("else [*alone, self.mask()]", "else [*alone, ~self.mask()]"),
+            ("else [*masks, self.mask()]", "else [*masks, ~self.mask()]"),
             ('if constraint.kind == "turn" else self._plain', "if False else self._plain"),
-            ("max_items_in_row=MOST_ITEMS", "max_items_in_row=2000"),
+            ("max_items_in_row=MAX_ITEMS", "max_items_in_row=2000"),
         ),
     ),
     Group(
@@ -343,7 +343,7 @@ GROUPS = (
         (
             "sampler/batch/test_host_parts.py::test_masks_are_stored_for_the_requests_that_ask_for_them_alone",
         ),
-        (("if extras is not None and slot in wanted", "if extras is not None"),),
+        (("if extras is not None and slot in masked", "if extras is not None"),),
     ),
     Group(
         "trainer/row_index",
@@ -1191,7 +1191,7 @@ GROUPS = (
             ("<= (target - before)[:, None]", "<= target[:, None]"),
             ("_at(jax.nn.log_softmax(full, axis=-1), new.tokens)", "new.logprobs"),
             ("found - largest - total", "found - largest"),
-            ("of_ids - largest - total", "of_ids - largest"),
+            ("id_logits - largest - total", "id_logits - largest"),
             ("logits / tempered[:, None]", "logits"),
             (
                 "jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)",
@@ -1206,7 +1206,7 @@ GROUPS = (
         (
             ("scored.count) + size - 1) // size", "scored.count)) // size"),
             ("begin = step * size", "begin = step * (size - 1)"),
-            ("x[some(scored.indices, begin)]", "x[some(scored.rows, begin)]"),
+            ("x[slice_of(scored.indices, begin)]", "x[slice_of(scored.rows, begin)]"),
             ("jnp.concatenate([targets[:, None], ids]", "jnp.concatenate([ids[:, :1], ids]"),
         ),
     ),
@@ -1218,7 +1218,7 @@ GROUPS = (
             "sampler/test_scores.py::test_a_saved_request_keeps_its_log_probs",
         ),
         (
-            ("self.asked.start - 1)", "self.wish.start)"),
+            ("self.request.start - 1)", "self.request.start)"),
             ("self.tokens - 1)", "self.tokens - 2)"),
             ("saved.prompt_logprobs is not None", "saved.prompt_logprobs is None"),
         ),
@@ -1252,9 +1252,9 @@ GROUPS = (
         (
             ("load.running >= limit.requests", "load.running > limit.requests"),
             ("load.used_share > HIGH", "load.used_share < HIGH"),
-            ("self._in_a_row >= self._most", "self._in_a_row > self._most"),
-            ("self._in_a_row + 1 if passes else 0", "self._in_a_row + 1"),
-            ("reversed([*before, *those])", "reversed([*those, *before])"),
+            ("self._passed_in_a_row >= self._overtakes", "self._passed_in_a_row > self._overtakes"),
+            ("self._passed_in_a_row + 1 if passes else 0", "self._passed_in_a_row + 1"),
+            ("reversed([*before, *entries])", "reversed([*entries, *before])"),
         ),
     ),
     Group(
@@ -1266,7 +1266,7 @@ GROUPS = (
         (
             ("count = min(total - start, budget)", "count = min(total, budget)"),
             ("power * 3 // 4 if power >= 4 and", "power * 3 // 4 if power > 4 and"),
-            ("if 2 * there > b)", "if there > b)"),
+            ("if 2 * remaining > b)", "if remaining > b)"),
         ),
     ),
     Group(
@@ -1562,10 +1562,10 @@ GROUPS = (
         ("rollout/test_call_log.py",),
         (
             ("end + 1 - len(c.token_ids)", "end - len(c.token_ids)"),
-            ("self._voices.get(of.voice, None if taken else voice)", "voice"),
-            ("del left[place]", "pass"),
+            ("self._players.get(saved.voice, None if is_known else player)", "player"),
+            ("del left[index]", "pass"),
             ("key=lambda one: one[0]", "key=lambda one: -one[0]"),
-            ("of.begins[k] + len(of.completions[k].token_ids)", "of.begins[k]"),
+            ("saved.begins[k] + len(saved.completions[k].token_ids)", "saved.begins[k]"),
         ),
     ),
     Group(

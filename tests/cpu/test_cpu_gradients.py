@@ -68,8 +68,8 @@ def trees_of(*rows: list[tuple[int, int]]) -> tuple[NDArray[np.int32], NDArray[n
     """Return segment ids and positions: each row is the lengths of its segments, and where in their
     contexts they begin; the rest is padding."""
     segments = segments_of(*([length for length, _ in row] for row in rows))
-    places = [np.concatenate([np.arange(n) + begin for n, begin in row]) for row in rows]
-    positions = np.stack([np.pad(p, (0, segments.shape[1] - len(p))) for p in places])
+    by_row = [np.concatenate([np.arange(n) + begin for n, begin in row]) for row in rows]
+    positions = np.stack([np.pad(p, (0, segments.shape[1] - len(p))) for p in by_row])
     return segments, positions.astype(np.int32)
 
 
@@ -107,12 +107,12 @@ def test_attention_and_its_gradients_are_those_of_float64(
         segments = extent = segments_of(*SEGMENTS)
     B, T = segments.shape
 
-    def drawn(*shape: int) -> NDArray[np.float32]:
+    def normal(*shape: int) -> NDArray[np.float32]:
         return rng.normal(size=shape).astype(np.float32)
 
-    keys = (drawn(B, T, kv_heads, width), drawn(B, T, kv_heads, width))
-    inputs = (drawn(B, T, heads, width), *keys, *([drawn(heads)] if has_sinks else []))
-    above = drawn(B, T, heads, width) * (segments > 0)[:, :, None, None]
+    keys = (normal(B, T, kv_heads, width), normal(B, T, kv_heads, width))
+    inputs = (normal(B, T, heads, width), *keys, *([normal(heads)] if has_sinks else []))
+    above = normal(B, T, heads, width) * (segments > 0)[:, :, None, None]
 
     def gradients(attention: Any, *inputs: Any) -> Any:
         def loss(q: Any, k: Any, v: Any, sinks: Any = None) -> Any:
@@ -141,8 +141,8 @@ def test_log_probs_and_their_gradients_are_those_of_float64(vocab: int) -> None:
 
     def reference_of(logits: Any, targets: Any) -> Any:
         logprobs = jax.nn.log_softmax(logits, axis=-1)
-        drawn = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
-        return drawn, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+        target_logprobs = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+        return target_logprobs, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
     def gradients(function: Any, logits: Any) -> Any:
         def loss(logits: Any) -> Any:
@@ -287,13 +287,13 @@ def test_products_in_parts_are_as_exact_as_in_float32(rows: int, inputs: int, ou
     x, w = x.astype(np.float32), w.astype(np.float32)
     exact = x.astype(np.float64) @ w.astype(np.float64)
     bound = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64)
-    for turns_a in (False, True):
-        for turns_b in (False, True):
+    for transpose_a in (False, True):
+        for transpose_b in (False, True):
             found = in_parts(
-                jnp.asarray(x.T.copy() if turns_a else x),
-                jnp.asarray(w.T.copy() if turns_b else w),
-                turns_a=turns_a,
-                turns_b=turns_b,
+                jnp.asarray(x.T.copy() if transpose_a else x),
+                jnp.asarray(w.T.copy() if transpose_b else w),
+                transpose_a=transpose_a,
+                transpose_b=transpose_b,
             )
             assert (np.abs(np.asarray(found) - exact) <= 3e-7 * bound).all()
 
@@ -310,7 +310,7 @@ def test_a_rows_product_in_parts_is_its_own_and_what_is_no_number_stays_there() 
     assert not np.isfinite(spoilt[40:42]).any()
     assert (np.delete(spoilt, [40, 41], 0) == np.delete(whole, [40, 41], 0)).all()
     with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not fit"):
-        in_parts(x, w, turns_b=True)
+        in_parts(x, w, transpose_b=True)
 
 
 WIDE = ModelSpec.from_architecture(
@@ -324,10 +324,10 @@ def test_an_update_in_parts_has_the_gradient_of_one_in_float32(remat: str) -> No
     """Of a whole policy, head included; with remat=dots products are not made again."""
     params, rng = init_params(WIDE, jax.random.key(0)), np.random.default_rng(0)
     segments = jnp.asarray(segments_of([100, 43], [111, 32]))
-    places = [np.r_[0:100, 0:43], np.r_[0:111, 0:32]]
+    positions = [np.r_[0:100, 0:43], np.r_[0:111, 0:32]]
     rows = TokenRows(
         jnp.asarray(rng.integers(0, 300, segments.shape), jnp.int32),
-        jnp.asarray(np.stack(places), jnp.int32),
+        jnp.asarray(np.stack(positions), jnp.int32),
         segments,
     )
 

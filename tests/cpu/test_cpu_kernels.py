@@ -159,16 +159,16 @@ def test_attention_on_pages_is_that_of_float64(
 ) -> None:
     rng = np.random.default_rng(heads)
 
-    def drawn(*shape: int) -> NDArray[np.float32]:
+    def normal(*shape: int) -> NDArray[np.float32]:
         return rng.normal(size=shape).astype(np.float32)
 
     rows, most, pages = 6, 6, 40
     positions = np.array([0, page - 1, page, -1, most * page - 1, 3 * page + 2], np.int32)
     tables = rng.permutation(pages)[: rows * most].reshape(rows, most).astype(np.int32)
     tables[positions < 0] = pages  # no page, as of an empty row
-    keys, values = drawn(pages, kv_heads, width, page), drawn(pages, kv_heads, page, width)
-    q, k, v = drawn(rows, heads, width), *(drawn(rows, kv_heads, width) for _ in range(2))
-    sinks = drawn(heads) if has_sinks else None
+    keys, values = normal(pages, kv_heads, width, page), normal(pages, kv_heads, page, width)
+    q, k, v = normal(rows, heads, width), *(normal(rows, kv_heads, width) for _ in range(2))
+    sinks = normal(heads) if has_sinks else None
 
     @jax.jit
     def attended(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -228,7 +228,7 @@ def test_new_tokens_see_their_pages_and_each_other_as_in_float64(
     """Sequences of uneven lengths, with nothing, part of a page and several pages before them."""
     rng = np.random.default_rng(heads)
 
-    def drawn(*shape: int) -> NDArray[np.float32]:
+    def normal(*shape: int) -> NDArray[np.float32]:
         return rng.normal(size=shape).astype(np.float32)
 
     starts = np.array([0, page // 2, 2 * page, 3 * page + 1, 0], np.int32)
@@ -236,9 +236,9 @@ def test_new_tokens_see_their_pages_and_each_other_as_in_float64(
     begins = np.concatenate([[0], np.cumsum(lengths)[:-2], [0]]).astype(np.int32)
     n, most, pages = int(lengths.sum()) + 4, 4, 20
     tables = rng.permutation(pages).reshape(5, most).astype(np.int32)
-    keys, values = drawn(pages, kv_heads, width, page), drawn(pages, kv_heads, page, width)
-    q, k, v = drawn(n, heads, width), *(drawn(n, kv_heads, width) for _ in range(2))
-    sinks = drawn(heads) if has_sinks else None
+    keys, values = normal(pages, kv_heads, width, page), normal(pages, kv_heads, page, width)
+    q, k, v = normal(n, heads, width), *(normal(n, kv_heads, width) for _ in range(2))
+    sinks = normal(heads) if has_sinks else None
 
     @jax.jit
     def attended(*arrays: jax.Array) -> jax.Array:
@@ -286,19 +286,19 @@ print(kernels_are_there(SAMPLING), kernels_are_there(TRAINING))
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("compiler", "told"),
+    ("compiler", "message"),
     [("no-such-compiler", "none of no-such-compiler is installed"), ("false", "false failed")],
 )
 def test_without_a_compiler_the_log_says_what_to_do(
-    compiler: str, told: str, tmp_path: Path
+    compiler: str, message: str, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", SAYS], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["False", "False"]
-    assert done.stderr.count("apt-get install g++") == 1, "said once"
-    assert told in done.stderr and "apt-get install g++" in done.stderr
+    assert done.stderr.count("apt-get install g++") == 1, "logged once"
+    assert message in done.stderr and "apt-get install g++" in done.stderr
     assert not list(tmp_path.rglob("*.so"))
 
 

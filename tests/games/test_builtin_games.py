@@ -17,7 +17,7 @@ from jaxrl_async.tasks.named_tasks import load_task
 DOCS = Path(__file__).parents[2] / "docs" / "games.md"
 
 
-def said(text: str) -> dict[str, str]:
+def message_of(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
@@ -28,7 +28,7 @@ async def winner(first, second, stones: int, most: int) -> str:
     while isinstance(asked, dict):
         ((seat, left),) = asked.items()
         move = (first if seat == FIRST else second)(int(left))
-        asked = await game.step({seat: said(str(move))})
+        asked = await game.step({seat: message_of(str(move))})
     return next(seat for seat, parts in asked.parts.items() if parts["correct"] == 1.0)
 
 
@@ -91,9 +91,9 @@ def test_the_game_in_the_documentation_is_one_and_pays_as_it_says(tmp_path: Path
         game = task.game()
         asked = game.reset({"most": 10})
         assert asked == {"buyer": "Offer at most 10 for it."}
-        asked = await game.step({"buyer": said(offer)})
+        asked = await game.step({"buyer": message_of(offer)})
         assert set(asked) == {"seller"}
-        return dict((await game.step({"seller": said(answer)})).rewards)
+        return dict((await game.step({"seller": message_of(answer)})).rewards)
 
     assert asyncio.run(paid("4", "yes")) == {"buyer": 0.6, "seller": 0.4}
     assert asyncio.run(paid("4", "no")) == {"buyer": 0.0, "seller": 0.0}

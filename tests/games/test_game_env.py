@@ -61,8 +61,8 @@ class Says:
         return [self._future(request) for request in requests]
 
     def _future(self, request):
-        _, member, place = request.request_id.rsplit("/", 2)
-        seat, _, turn = place.rpartition(".t")
+        _, member, part = request.request_id.rsplit("/", 2)
+        seat, _, turn = part.rpartition(".t")
         ids = self.chat.say(self.says(int(member[1:]), seat, int(turn)))
         ids = ids if self.stop is StopReason.EOS else ids[:-1]
         future = asyncio.get_running_loop().create_future()
@@ -122,8 +122,8 @@ def test_each_seat_has_a_conversation_of_its_own_and_the_winner_is_paid() -> Non
 
 
 def test_an_illegal_move_loses_at_once() -> None:
-    for said in ("4", "0", "sum", "8"):
-        episodes, *_ = play(lambda: Nim(3), lambda m, seat, turn, s=said: s, prompt(stones=7))
+    for text in ("4", "0", "sum", "8"):
+        episodes, *_ = play(lambda: Nim(3), lambda m, seat, turn, text=text: text, prompt(stones=7))
         assert [(e.seat, e.score.total) for e in episodes] == [("first", 0.0)]
 
 
@@ -136,8 +136,8 @@ def test_a_rival_of_the_games_own_never_errs() -> None:
         assert [e.seat for e in episodes] == ["first"]
         if won is not None:
             assert episodes[0].score.total == won
-    said = chat.tokenizer.decode_all(episodes[0].token_ids)
-    assert "<user>7<eos><assistant>1<eos><user>4<eos>" in said, "it leaves a multiple of four"
+    text = chat.tokenizer.decode_all(episodes[0].token_ids)
+    assert "<user>7<eos><assistant>1<eos><user>4<eos>" in text, "it leaves a multiple of four"
 
 
 def test_solvers_are_asked_at_once_and_compared_within_their_game() -> None:
@@ -219,9 +219,9 @@ def test_where_the_format_rewrites_history_a_seat_gets_a_context_of_its_own() ->
 
 def test_a_context_that_forgets_draws_by_numbers_of_its_own(monkeypatch) -> None:
     forgetful = WordChat.opening
-    monkeypatch.setattr(WordChat, "opening", lambda s, told, t: forgetful(s, told[-1:], t))
+    monkeypatch.setattr(WordChat, "opening", lambda s, messages, t: forgetful(s, messages[-1:], t))
     *_, generate, _ = play(Talk, lambda m, seat, turn: str(turn), rewrites=True)
-    assert len({r.branch for r in generate.requests}) == 6, "the same places, other numbers"
+    assert len({r.branch for r in generate.requests}) == 6, "the same positions, other numbers"
 
 
 def test_what_a_seat_earns_before_its_first_turn_is_of_its_whole_episode() -> None:
@@ -248,9 +248,9 @@ def test_what_a_seat_earns_before_its_first_turn_is_of_its_whole_episode() -> No
 def test_a_limit_ends_the_game_for_all_seats_and_is_told(reason: str) -> None:
     cut = StopReason.LENGTH if reason == "cut off" else StopReason.EOS
     limit = {"max_turns": 2} if reason == "turns" else {}
-    said = " ".join(["1"] * 12) if reason == "length" else "1"
+    text = " ".join(["1"] * 12) if reason == "length" else "1"
     chat = WordChat((*WORDS, " "))
-    assert len(chat.say(said)) < 60
+    assert len(chat.say(text)) < 60
     long = "+".join(["1"] * 11) if reason == "length" else "1"
     episodes, _, _, counted = play(Talk, lambda m, seat, turn: long, stop=cut, **limit)
     assert {e.stop for e in episodes} == {StopReason.LENGTH}

@@ -143,10 +143,10 @@ def test_a_model_and_its_server_are_met(tmp_path: Path) -> None:
 
 
 def assert_met(lines: list[dict[str, Any]], who: str) -> None:
-    """The policy played against these alone, and trained."""
+    """The policy played against these alone, and was trained."""
     steps = [line for line in lines if "train/loss" in line]
     assert [line[f"seats/games_{who}"] for line in steps] == [8.0, 8.0]
-    assert all("reward/seat_second" not in line for line in steps), "its turns are not trained"
+    assert all("reward/seat_second" not in line for line in steps), "its turns are not trained on"
     assert not any(line.get("faults/failed_groups") for line in lines)
 
 

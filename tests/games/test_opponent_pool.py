@@ -30,15 +30,15 @@ def test_many_keys_in_few_places_draw_what_a_sampler_of_each_draws() -> None:
     spec, params = tiny_policy()
     weights = [jax.tree.map(lambda x, k=k: x * (1 + k / 4), params) for k in range(3)]
     setup = build_setup(spec, SECTION, None, 5, SamplerSettings())
-    pool = FrozenPool(setup, lambda key: weights[key], places=2)
+    pool = FrozenPool(setup, lambda key: weights[key], most=2)
 
-    async def drawn(number: int) -> list[int]:
+    async def sampled(number: int) -> list[int]:
         async with pool.lease(number % 3) as sampler:
             return (await sampler.submit(request(number))).token_ids.tolist()
 
     async def all_drawn() -> list[list[int]]:
         async with asyncio.timeout(TIME_S):
-            return list(await asyncio.gather(*(drawn(n) for n in range(12))))
+            return list(await asyncio.gather(*(sampled(n) for n in range(12))))
 
     found = asyncio.run(all_drawn())
     assert pool.loads >= 3
@@ -64,7 +64,7 @@ def test_weights_that_cannot_be_loaded_fail_their_lease_and_are_tried_again() ->
         return params
 
     setup = build_setup(spec, SECTION, None, 5, SamplerSettings())
-    pool = FrozenPool(setup, load, places=1)
+    pool = FrozenPool(setup, load, most=1)
 
     async def leased() -> int:
         async with asyncio.timeout(TIME_S), pool.lease(3) as sampler:

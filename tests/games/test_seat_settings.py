@@ -18,7 +18,7 @@ def broken(seats: object, **sections: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("seats", "said"),
+    ("seats", "message"),
     [
         ({"second": {}}, "names no player"),
         ({"second": {"policy": True, "model": "d"}}, "policy and model"),
@@ -33,8 +33,8 @@ def broken(seats: object, **sections: object) -> str:
         ({"s": {"endpoint": "http://h/v1", "model": "m", "extra": {"n": 2}}}, "extra has n"),
     ],
 )
-def test_each_seat_is_filled_in_one_way(seats: object, said: str) -> None:
-    assert said in broken(seats)
+def test_each_seat_is_filled_in_one_way(seats: object, message: str) -> None:
+    assert message in broken(seats)
 
 
 def test_weights_need_devices_of_this_process() -> None:
@@ -62,7 +62,7 @@ def test_memory_is_that_of_all_who_may_be_there_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("seats={second: nobody}", "seats.second: "),
         ("seats={second: {older: {every: 0}}}", "seats.second.older.every = 0 is not allowed"),
@@ -73,10 +73,10 @@ def test_memory_is_that_of_all_who_may_be_there_at_once() -> None:
         ("seats=3", "must be {name: {setting: value}} or null"),
     ],
 )
-def test_a_wrong_value_is_named_by_its_whole_path(given: str, said: str) -> None:
+def test_a_wrong_value_is_named_by_its_whole_path(given: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(CONFIGS / "nim.yaml", [given])
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("none", ["seats={}", "seats=null"])

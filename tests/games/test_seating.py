@@ -12,7 +12,7 @@ from jaxrl_async.games.seating import (
     Standings,
     chance,
     league_of,
-    sitter_of,
+    seated_player,
     snapshot_weights,
 )
 from jaxrl_async.games.snapshots import STANDINGS, Snapshots
@@ -50,8 +50,8 @@ def test_who_sits_where_depends_on_the_game_alone_and_follows_the_weights() -> N
     saved = tuple(range(10))
 
     def seated(position: int) -> str:
-        sitter = sitter_of("second", mixed, (7, position, 9), saved, Standings())
-        return "policy" if sitter is None else sitter.full_name
+        player = seated_player("second", mixed, (7, position, 9), saved, Standings())
+        return "policy" if player is None else player.full_name
 
     names = Counter(seated(p) for p in range(3000))
     assert [seated(p) for p in range(50)] == [seated(p) for p in range(50)]
@@ -60,7 +60,8 @@ def test_who_sits_where_depends_on_the_game_alone_and_follows_the_weights() -> N
     league = [names[f"older {v}"] for v in (6, 7, 8, 9)]
     assert sum(league) == 3000 - names["policy"] - names["initial"]
     assert min(league) > 100, "uniform over the newest four"
-    seeds = {sitter_of("second", mixed, (s, 1, 9), saved, Standings()) is None for s in range(30)}
+    games = [(s, 1, 9) for s in range(30)]
+    seeds = {seated_player("second", mixed, g, saved, Standings()) is None for g in games}
     assert seeds == {True, False}, "another seed seats others"
     numbers = [chance(s, "x", 1) for s in range(500)]
     assert min(numbers) >= 0 and max(numbers) < 1 and abs(np.mean(numbers) - 0.5) < 0.05

@@ -20,7 +20,7 @@ from jaxrl_async.interop.rl_sampler import RLSampler
 from jaxrl_async.model.decoder import hidden_states, init_params, output_head
 from jaxrl_async.model.policy import Policy
 from jaxrl_async.model.spec import ModelSpec
-from jaxrl_async.sampler.request_checks import RequestCheck, Room
+from jaxrl_async.sampler.request_checks import RequestCheck, RequestLimits
 from jaxrl_async.sampler.setup import SamplerSettings
 from jaxrl_async.types import Request, SamplingParams
 
@@ -29,7 +29,7 @@ SPEC = ModelSpec.from_architecture(
     ArchitectureSection(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, mlp=64),
     TOKENIZER.vocab_size,
 )
-ROOM = Room(max_length=32, max_new_tokens=16, vocab=TOKENIZER.vocab_size)
+ROOM = RequestLimits(max_length=32, max_new_tokens=16, vocab=TOKENIZER.vocab_size)
 SECTION = SamplerSection(slots=4, max_length=32, max_new_tokens=16, block=4)
 
 

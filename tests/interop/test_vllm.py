@@ -24,7 +24,7 @@ from jaxrl_async.metrics.fault_counts import FaultCounts
 from jaxrl_async.ports.generate import Replica
 from jaxrl_async.ports.weights import FIXED_WEIGHTS
 from jaxrl_async.sampler.probe import Probe
-from jaxrl_async.sampler.request_checks import Room
+from jaxrl_async.sampler.request_checks import RequestLimits
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.sampler.router.supervise import RestartLimits
 from jaxrl_async.types import Partial, Request, SamplingParams, StopReason, VersionedParams
@@ -70,7 +70,7 @@ def make(server, folder, params):
                 "slots": 8,
                 "timeout_s": 20.0,
                 "on_new_weights": "continue",
-                "room": Room(max_length=64, max_new_tokens=48, vocab=24),
+                "room": RequestLimits(max_length=64, max_new_tokens=48, vocab=24),
                 "probe": None,
                 "count": lambda name: None,
                 **changes,

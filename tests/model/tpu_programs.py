@@ -42,7 +42,7 @@ from jaxrl_async.sampler.device.engine import Engine, weight_shardings
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import DecodeArgs, ScoreArgs
 from jaxrl_async.sampler.device.sampling import Controls, Mix, sample
-from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
+from jaxrl_async.sampler.device.sampling_kernel import sample_by_kernel
 from jaxrl_async.trainer.learning_settings import LearningSettings
 from jaxrl_async.trainer.objectives.policy_objective import (
     PolicyContext,
@@ -358,7 +358,7 @@ def draw(rows: int, vocab: int, mix: Mix, *, by_kernel: bool = True) -> dict[str
     controls = Controls(
         numbers(jnp.float32), numbers(jnp.int32), numbers(jnp.float32), numbers(jnp.float32)
     )
-    kernel = partial(drawn_by_kernel, mesh=mesh) if by_kernel else None
+    kernel = partial(sample_by_kernel, mesh=mesh) if by_kernel else None
     return compiled(
         lambda *given: sample(*given, mix, kernel),
         array(mesh, (rows, vocab), jnp.float32),
@@ -438,7 +438,7 @@ def sampler_program(
         reserve=np.zeros(8, np.int32),
         num_reserve=np.int32(0),
         lengths=np.full(slots + 8, 40, np.int32),
-        drawn=np.zeros(slots + 8, np.int32),
+        num_sampled=np.zeros(slots + 8, np.int32),
         tables=np.zeros(
             (slots + 8, len(engine_spec.kv_layout.groups), context_pages + 2), np.int32
         ),

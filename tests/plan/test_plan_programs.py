@@ -210,7 +210,7 @@ def test_a_prefill_on_the_pages_computes_each_query_with_the_tokens_up_to_its_ow
         mesh=mesh,
         ragged=True,
         on_tpu=True,
-        draws_by_kernel=False,
+        samples_by_kernel=False,
     )
     kernel = lowering.prefill_kernel(config, engine, 300)
     seen = sum(position + 1 for position in range(100)) * 3  # of three prompts
@@ -224,7 +224,7 @@ def test_a_prefill_of_latent_attention_counts_the_columns_of_its_one_head(platfo
     """A rank of 24 and 6 numbers that turn, for each of 4 heads, in 2 layers."""
     spec = tiny_spec(64, family="deepseek_v3", layers=2, experts=4, kv_heads=4, head_dim=12)
     config = config_of()
-    place = {"ragged": True, f"on_{platform}": True, "draws_by_kernel": False}
+    place = {"ragged": True, f"on_{platform}": True, "samples_by_kernel": False}
     engine = EngineSpec(model=spec, slots=2, max_length=160, pages=10, **place)
     kernel = lowering.prefill_kernel(config, engine, 300)
     seen = 3 * sum(position + 1 for position in range(100))
@@ -239,7 +239,7 @@ def test_on_a_tpu_a_token_in_the_pages_costs_kimi_k2_640_and_512_columns_in_each
         tiny_spec(64, family="deepseek_v3", layers=61, experts=4), heads=64, kv_heads=64,
         head_dim=192, latent=latent,
     )  # fmt: skip
-    place = {"on_tpu": True, "draws_by_kernel": False, "mesh": AbstractMesh((2,), ("tensor",))}
+    place = {"on_tpu": True, "samples_by_kernel": False, "mesh": AbstractMesh((2,), ("tensor",))}
     engine = EngineSpec(model=spec, slots=2, max_length=160, pages=10, ragged=True, **place)
     kernel = lowering.pair_kernel(engine)
     assert kernel.flops == 2 * 61 * 32 * (640 + 512)

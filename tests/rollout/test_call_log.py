@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.codec import dumps, loads
-from jaxrl_async.rollout.call_log import KeptAnswers, Trace, cut_completion
+from jaxrl_async.rollout.call_log import SavedAnswers, Trace, cut_completion
 from jaxrl_async.rollout.episode import SavedCalls
 from jaxrl_async.rollout.episode_assembly import context_branch
 from jaxrl_async.types import NOT_DRAWN, StopReason
@@ -17,9 +17,9 @@ def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def play(trace: Trace, prompt: np.ndarray, *drawn: int, first: int = 1) -> int:
+def play(trace: Trace, prompt: np.ndarray, *sampled: int, first: int = 1) -> int:
     number = trace.begin(prompt).number
-    trace.end(number, completion_of(f"t{number}", len(prompt), ids(*drawn), first))
+    trace.end(number, completion_of(f"t{number}", len(prompt), ids(*sampled), first))
     return number
 
 
@@ -41,7 +41,7 @@ def test_every_drawn_token_is_drawn_once_after_exactly_what_the_policy_saw(seed)
     undrawn = ~episode.drawn
     assert (episode.logprobs[undrawn] == 0).all() and (episode.versions[undrawn] == NOT_DRAWN).all()
     experts, kept = episode.expert_ids, episode.kept
-    places = np.cumsum(episode.drawn) - 1
+    indices = np.cumsum(episode.drawn) - 1
     for call in calls.values():
         done = call.completion
         (first,) = np.flatnonzero(episode.logprobs == done.logprobs[0])
@@ -51,9 +51,9 @@ def test_every_drawn_token_is_drawn_once_after_exactly_what_the_policy_saw(seed)
         assert episode.drawn[there].all()
         start = max(s for s in episode.starts if s <= first)
         np.testing.assert_array_equal(episode.token_ids[start:first], call.prompt)
-        for place in range(there.start, there.stop):
+        for index in range(there.start, there.stop):
             np.testing.assert_array_equal(
-                kept.of(places[place]), episode.token_ids[place : place + 1]
+                kept.of(indices[index]), episode.token_ids[index : index + 1]
             )
         known = experts[start : there.stop - 1, 0, 0]
         np.testing.assert_array_equal(known, np.arange(len(known)))
@@ -184,11 +184,11 @@ def test_a_cut_completion_is_as_if_no_more_had_been_drawn(count):
 def test_repeated_calls_get_the_same_answers_after_a_resume(seed):
     """A program that repeats its calls in the order of their start has the same episode."""
     trace, calls = random_trace(seed, one_at_a_time=True)
-    kept = KeptAnswers(loads(dumps(trace.saved_calls()), (SavedCalls,)))
+    kept = SavedAnswers(loads(dumps(trace.saved_calls()), (SavedCalls,)))
     again = Trace()
-    for place, number in enumerate(sorted(calls)):
+    for index, number in enumerate(sorted(calls)):
         call = calls[number]
-        assert sum(len(c.numbers) for c in kept.left) == len(calls) - place
+        assert sum(len(c.numbers) for c in kept.left) == len(calls) - index
         assert kept.take(np.append(call.prompt, 99), "") is None, "another call"
         answer = kept.take(call.prompt, "")
         assert answer is not None
@@ -206,13 +206,13 @@ def test_repeated_calls_get_the_same_answers_after_a_resume(seed):
 @given(seed=st.integers(0, 10**6), repeated=st.integers(0, 7))
 def test_calls_that_are_not_repeated_yet_are_kept_again(seed, repeated):
     trace, calls = random_trace(seed, one_at_a_time=True)
-    kept, again = KeptAnswers(trace.saved_calls()), Trace()
+    kept, again = SavedAnswers(trace.saved_calls()), Trace()
     for number in sorted(calls)[:repeated]:
         prompt = calls[number].prompt
         again.end(again.begin(prompt).number, kept.take(prompt, ""))
     for one in kept.left:  # each alone, as it was
         assert one.token_ids[one.begins[0] :].tolist() == one.completions[0].token_ids.tolist()
-    second = KeptAnswers((*again.saved_calls(), *kept.left))
+    second = SavedAnswers((*again.saved_calls(), *kept.left))
     for number in sorted(calls):
         answer = second.take(calls[number].prompt, "")
         assert answer is not None and len(answer.token_ids)
@@ -222,13 +222,13 @@ def test_calls_that_are_not_repeated_yet_are_kept_again(seed, repeated):
 def test_a_player_may_have_another_name_after_a_resume():
     """verifiers names its players anew each time; two with the same question are not mixed."""
     trace = Trace()
-    for voice, first in (("north", 7), ("south", 8)):
-        number = trace.begin(ids(1, 2), voice).number
-        trace.end(number, completion_of(voice, 2, ids(first), 1))
-    for voice, first in (("north", 7), ("south", 8)):
-        number = trace.begin(ids(1, 2, first, 5), voice).number
-        trace.end(number, completion_of(f"{voice} again", 4, ids(first), 2))
-    kept = KeptAnswers(trace.saved_calls())
+    for player, first in (("north", 7), ("south", 8)):
+        number = trace.begin(ids(1, 2), player).number
+        trace.end(number, completion_of(player, 2, ids(first), 1))
+    for player, first in (("north", 7), ("south", 8)):
+        number = trace.begin(ids(1, 2, first, 5), player).number
+        trace.end(number, completion_of(f"{player} again", 4, ids(first), 2))
+    kept = SavedAnswers(trace.saved_calls())
     assert kept.take(ids(1, 2), "a").request_id == "north"
     assert kept.take(ids(1, 2), "a") is None, "north has said it once"
     assert kept.take(ids(1, 2, 8, 5), "a") is None, "south's"

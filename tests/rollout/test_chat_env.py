@@ -72,10 +72,10 @@ def guarded(task, chat, faults=None, **change):
     return GuardedEnvs(envs, timeout_s=5.0, vocab_size=vocab, count=faults.add)
 
 
-async def played(generate, envs, told=None, *, size=1, bounds=None):
+async def played(generate, envs, saved=None, *, size=1, bounds=None):
     bounds = bounds or limits()
     (members,) = begin_groups(
-        generate, envs, [("g5", PROMPT, told or [SavedEpisode()] * size)], bounds
+        generate, envs, [("g5", PROMPT, saved or [SavedEpisode()] * size)], bounds
     )
     return await play_group(generate, PROMPT, members, label="g5", limits=bounds)
 
@@ -128,8 +128,8 @@ def test_what_was_drawn_is_kept_token_for_token_and_replies_lie_between():
     assert chat.tokenizer.decode(episode.token_ids[episode.drawn]) == "onetwothree"
     assert episode.versions[episode.drawn].tolist() == [0, 0, 1, 1, 2, 2]
     for earlier, later in zip(generate.requests, generate.requests[1:], strict=False):
-        drawn = chat.say(("one", "two")[int(earlier.request_id[-1])])
-        before = np.concatenate([earlier.token_ids, drawn])
+        sampled = chat.say(("one", "two")[int(earlier.request_id[-1])])
+        before = np.concatenate([earlier.token_ids, sampled])
         np.testing.assert_array_equal(later.token_ids[: len(before)], before)
     assert episode.num_turns == 3 and episode.starts == (0,) and not counted
     assert Counts.closed == 1
@@ -194,10 +194,10 @@ def test_where_the_format_rewrites_history_each_turn_is_a_context_of_its_own():
     first, second, third = np.split(episode.token_ids, episode.starts[1:])
     assert chat.tokenizer.decode_all(first) == "<user>ask<eos><assistant>one<eos>"
     assert chat.tokenizer.decode_all(second).endswith("one<eos><user>more<eos><assistant>two<eos>")
-    for request, context, said in zip(
+    for request, context, text in zip(
         generate.requests, (first, second, third), ("one", "two", "three"), strict=True
     ):
-        np.testing.assert_array_equal(context, np.concatenate([request.token_ids, chat.say(said)]))
+        np.testing.assert_array_equal(context, np.concatenate([request.token_ids, chat.say(text)]))
     assert episode.num_drawn == 6 and episode.num_turns == 3
     assert episode.score.token_rewards.sum() == 3 and episode.score.total == 16
 
@@ -216,19 +216,19 @@ def test_a_context_that_comes_again_draws_other_random_numbers():
 
 @pytest.mark.parametrize("kept", ["all", "the first", "the last two"])
 def test_an_environments_contexts_draw_as_those_of_a_session_with_the_same_calls(kept):
-    places = {"all": slice(None), "the first": slice(1), "the last two": slice(-2, None)}
+    kept_slices = {"all": slice(None), "the first": slice(1), "the last two": slice(-2, None)}
 
     class Forgets(WordChat):
         def opening(self, messages, tools):
-            return super().opening(messages[places[kept]], tools)
+            return super().opening(messages[kept_slices[kept]], tools)
 
     chat = Forgets(WORDS, rewrites=True)
     generate, trace = Speaks(chat, "one", "two", "three"), Trace()
     asyncio.run(played(generate, guarded(Task(environment=Counts), chat)))
-    for request, said in zip(generate.requests, ("one", "two", "three"), strict=True):
+    for request, text in zip(generate.requests, ("one", "two", "three"), strict=True):
         begun = trace.begin(request.token_ids)
         assert begun.branch == request.branch
-        trace.end(begun.number, make_completion(request, chat.say(said)))
+        trace.end(begun.number, make_completion(request, chat.say(text)))
     assert len({r.branch for r in generate.requests}) == (1 if kept == "all" else 3)
 
 
@@ -261,8 +261,8 @@ def test_a_run_is_resumed_where_an_opening_had_no_room():
     chat, bounds = WordChat(WORDS), limits(max_length=4)
     envs = guarded(Task(environment=Counts), chat)
 
-    async def begun(told):
-        (members,) = begin_groups(Speaks(chat), envs, [("g5", PROMPT, told)], bounds)
+    async def begun(saved):
+        (members,) = begin_groups(Speaks(chat), envs, [("g5", PROMPT, saved)], bounds)
         episodes = await play_group(Speaks(chat), PROMPT, members, label="g5", limits=bounds)
         return episodes, [saved_episode(member, None) for member in members]
 
@@ -276,10 +276,10 @@ def test_a_turn_that_is_cut_off_is_scored_without_a_step():
     episode, *_ = play(Task(environment=Counts), "one", "two", stop=StopReason.LENGTH)
     assert episode.stop is StopReason.LENGTH and episode.num_turns == 2
     assert episode.score.total == 1 + 10
-    assert said(episode) == [("assistant", "one"), ("user", "more"), ("assistant", None)]
+    assert conversation(episode) == [("assistant", "one"), ("user", "more"), ("assistant", None)]
 
 
-def said(episode):
+def conversation(episode):
     return [(m["role"], m.get("content")) for m in episode.messages]
 
 
@@ -338,10 +338,10 @@ def test_tools_answer_and_their_errors_are_told_to_the_policy_and_counted():
     tools = ToolLimits(timeout_s=0.1, result_chars=9)
     episode, chat, _, counted = play(task, *calls, tools=tools)
     text = chat.tokenizer.decode_all(episode.token_ids)
-    said = [part.split("<eos>")[0] for part in text.split("<tool_response>")[1:]]
-    assert said[:2] == ["oneone", '{"a": "on... (3 more characters are cut)']
-    assert "gone" in said[2] and "took more than 0.1 s" in said[3]
-    assert "word" in said[4] and "nothing" in said[5] and said[6].startswith("abcdefghi.")
+    replies = [part.split("<eos>")[0] for part in text.split("<tool_response>")[1:]]
+    assert replies[:2] == ["oneone", '{"a": "on... (3 more characters are cut)']
+    assert "gone" in replies[2] and "took more than 0.1 s" in replies[3]
+    assert "word" in replies[4] and "nothing" in replies[5] and replies[6].startswith("abcdefghi.")
     assert episode.num_turns == 7
     assert [m["content"] for m in episode.opened] == ["ask"]
     roles = ["assistant", "tool", "tool", *["assistant", "tool"] * 5, "assistant"]
@@ -455,14 +455,15 @@ def test_an_episode_saved_between_turns_goes_on_as_if_nothing_had_been(rewrites,
 
     asyncio.run(killed())
     generate = Speaks(chat, *texts)
-    (episode,) = asyncio.run(played(generate, guarded(task, chat), told=saved))
+    (episode,) = asyncio.run(played(generate, guarded(task, chat), saved=saved))
     np.testing.assert_array_equal(episode.token_ids, whole.token_ids)
     np.testing.assert_array_equal(episode.drawn, whole.drawn)
     assert episode.starts == whole.starts and episode.num_turns == whole.num_turns
     assert episode.score.parts == whole.score.parts and episode.score.total == whole.score.total
     assert len(generate.requests) == 3 - at
     assert (episode.opened, episode.messages) == (whole.opened, whole.messages)
-    assert said(whole)[-3:] == [("assistant", "two"), ("user", "more"), ("assistant", "three")]
+    end = [("assistant", "two"), ("user", "more"), ("assistant", "three")]
+    assert conversation(whole)[-3:] == end
 
 
 def test_an_environment_without_state_starts_over():

@@ -90,8 +90,8 @@ def play(script, make_env=SingleTurn, size=1, **change):
     generate = ScriptedGenerate(script)
 
     async def go():
-        told = [("g5", PROMPT, [SavedEpisode()] * size)]
-        (members,) = begin_groups(generate, make_env, told, limits(**change))
+        groups = [("g5", PROMPT, [SavedEpisode()] * size)]
+        (members,) = begin_groups(generate, make_env, groups, limits(**change))
         return await play_group(generate, PROMPT, members, label="g5", limits=limits(**change))
 
     return asyncio.run(go()), generate
@@ -171,8 +171,8 @@ def test_one_failing_member_cancels_the_others():
     generate = ScriptedGenerate({"g5/m0/t0": None, "g5/m1/t0": ValueError("boom")})
 
     async def go():
-        told = [("g5", PROMPT, [SavedEpisode()] * 2)]
-        (members,) = begin_groups(generate, SingleTurn, told, limits())
+        groups = [("g5", PROMPT, [SavedEpisode()] * 2)]
+        (members,) = begin_groups(generate, SingleTurn, groups, limits())
         with pytest.raises(ValueError, match="boom"):
             await play_group(generate, PROMPT, members, label="g5", limits=limits())
         return members[0].waiting.cancelled()
@@ -184,11 +184,11 @@ def test_one_failing_member_cancels_the_others():
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)))))
 def test_the_drawn_tokens_of_an_episode_are_those_of_its_turns(turns):
     made = [
-        Turn(completion=completion(*drawn, version=i), reply=ints(*reply))
-        for i, (drawn, reply) in enumerate(turns)
+        Turn(completion=completion(*sampled, version=i), reply=ints(*reply))
+        for i, (sampled, reply) in enumerate(turns)
     ]
     episode = assemble_episode(PROMPT.token_ids, made, EOS)
-    assert episode.token_ids[episode.drawn].tolist() == [t for drawn, _ in turns for t in drawn]
+    assert episode.token_ids[episode.drawn].tolist() == [t for sampled, _ in turns for t in sampled]
     assert episode.token_ids[~episode.drawn].tolist() == [
         1,
         2,
@@ -205,7 +205,7 @@ def test_the_drawn_tokens_of_an_episode_are_those_of_its_turns(turns):
     assert (episode.logprobs.dtype, episode.versions.dtype) == (np.float32, np.int32)
 
 
-def told(*ids, masks, experts, **kw):
+def completion_with(*ids, masks, experts, **kw):
     """A completion with the sampling mask of each drawn token, and of every token but the last
     its expert in each of two layers."""
     return replace(
@@ -227,8 +227,8 @@ def test_masks_and_experts_of_all_turns_are_kept_in_order():
     first = [[0, 1], [2, 3], [4, 5], [6, 7]]
     second = [[90 + i, i] for i in range(7)]
     script = {
-        "g5/m0/t0": told(7, 0, masks=[[6, 7, 8], [0]], experts=first),
-        "g5/m0/t1": told(9, masks=[[2, 9]], experts=second, stop=LENGTH),
+        "g5/m0/t0": completion_with(7, 0, masks=[[6, 7, 8], [0]], experts=first),
+        "g5/m0/t1": completion_with(9, masks=[[2, 9]], experts=second, stop=LENGTH),
     }
     (episode,), generate = play(script, lambda p: ScriptedEnv([5, 5], []), **KEEP)
     assert all(r.extras for r in generate.requests)
@@ -248,7 +248,7 @@ def test_a_turn_that_drew_nothing_has_nothing_to_tell():
     ("switch", "name"), [("keep_mask", "kept"), ("keep_routing", "expert_ids")]
 )
 def test_a_sampler_that_does_not_tell_what_is_to_be_kept_is_an_error(switch, name):
-    whole = told(7, 0, masks=[[7], [0]], experts=[[0, 1], [2, 3], [0, 1], [2, 3]])
+    whole = completion_with(7, 0, masks=[[7], [0]], experts=[[0, 1], [2, 3], [0, 1], [2, 3]])
     for answer in (
         completion(7, 0),
         replace(whole, token_ids=ints(7, 8, 0)),

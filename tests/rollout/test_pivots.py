@@ -19,7 +19,7 @@ from jaxrl_async.rollout.pivots import (
     PivotPlan,
     chosen_members,
     fork_branches,
-    pivot_places,
+    pivot_positions,
 )
 from jaxrl_async.rollout.rollout_loop import RolloutLoop, RolloutSettings
 from jaxrl_async.sampler.sampler import Sampler
@@ -53,29 +53,29 @@ def test_pivots_are_within_the_answer_and_where_they_should_be(
     plan = PivotPlan(
         continuations=2, per_member=count, where=where, marked=lambda token: token == 2
     )
-    places = pivot_places(tokens, logs, plan, random)
-    assert places == sorted(set(places)) and len(places) <= count
-    assert all(1 <= place < len(logs) for place in places)
-    rest = [i for i in range(1, len(logs)) if i not in places]
+    positions = pivot_positions(tokens, logs, plan, random)
+    assert positions == sorted(set(positions)) and len(positions) <= count
+    assert all(1 <= position < len(logs) for position in positions)
+    rest = [i for i in range(1, len(logs)) if i not in positions]
     if where == "lowest_logprob":
-        assert len(places) == min(count, len(logs) - 1)
-        assert all(logs[p] <= logs[r] for p in places for r in rest)
+        assert len(positions) == min(count, len(logs) - 1)
+        assert all(logs[p] <= logs[r] for p in positions for r in rest)
     if where == "mark":
         marked = [i for i in range(1, len(logs)) if tokens[i - 1] == 2]
-        assert set(places) <= set(marked) and len(places) == min(count, len(marked))
+        assert set(positions) <= set(marked) and len(positions) == min(count, len(marked))
     if where == "fractions" and len(logs) % (count + 1) == 0:
         step = len(logs) // (count + 1)
-        assert places == [step * (i + 1) for i in range(count)]
+        assert positions == [step * (i + 1) for i in range(count)]
 
 
 def test_a_log_prob_that_is_not_known_is_never_the_lowest() -> None:
     plan = PivotPlan(continuations=1, per_member=3)
     logs = np.array([-9, np.nan, -1, np.nan], np.float32)
-    assert pivot_places(np.zeros(4, np.int32), logs, plan, np.random.default_rng(0)) == [2]
+    assert pivot_positions(np.zeros(4, np.int32), logs, plan, np.random.default_rng(0)) == [2]
 
 
 def test_branches_of_a_pivot_and_of_its_neighbours_are_all_different() -> None:
-    found = [branch for place in range(200) for branch in fork_branches(place, 8)]
+    found = [branch for position in range(200) for branch in fork_branches(position, 8)]
     assert len(set(found)) == len(found) and min(found) > 0 and max(found) < 2**31
 
 
@@ -155,24 +155,24 @@ def test_continuations_are_those_of_a_direct_call_on_prefix_key_and_branch(sampl
         for trunk, without in zip(group.episodes[:3], alone.episodes, strict=True):
             np.testing.assert_array_equal(trunk.token_ids, without.token_ids)
         for one in group.episodes[3:]:
-            member, place = (int(n) for n in one.peers.removeprefix("fork ").split("@"))
-            trunk, at = group.episodes[member], place - len(group.prompt.token_ids)
-            assert one.drawn.tolist() == [i >= place for i in range(len(one.token_ids))]
+            member, position = (int(n) for n in one.peers.removeprefix("fork ").split("@"))
+            trunk, at = group.episodes[member], position - len(group.prompt.token_ids)
+            assert one.drawn.tolist() == [i >= position for i in range(len(one.token_ids))]
             siblings = [e for e in group.episodes if e.peers == one.peers]
-            forks.append((one, place))
+            forks.append((one, position))
             requests.append(
                 Request(
                     request_id=f"direct{len(requests)}",
-                    token_ids=trunk.token_ids[:place],
+                    token_ids=trunk.token_ids[:position],
                     max_new_tokens=24 - at,
                     stop_token_ids=(1,),
                     key=(group.prompt.position, member),
                     branch=fork_branches(at, 3)[[e is one for e in siblings].index(True)],
                 )
             )
-    for (one, place), direct in zip(forks, sampler.generate(requests), strict=True):
-        np.testing.assert_array_equal(one.token_ids[place:], direct.token_ids)
-        np.testing.assert_allclose(one.logprobs[place:], direct.logprobs, atol=2e-6)
+    for (one, position), direct in zip(forks, sampler.generate(requests), strict=True):
+        np.testing.assert_array_equal(one.token_ids[position:], direct.token_ids)
+        np.testing.assert_allclose(one.logprobs[position:], direct.logprobs, atol=2e-6)
         assert one.stop is direct.stop
     assert len(forks) == stats.forks > 12 and stats.lost_forks == 0
     assert all(len(group.episodes) == 3 for group in observed), "a prompt's difficulty"

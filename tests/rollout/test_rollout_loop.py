@@ -310,14 +310,14 @@ class SavingGenerate(EchoGenerate):
 
     def __init__(self, **how):
         super().__init__(**how)
-        self.asked, self.silent = [], False
+        self.asked, self.fails = [], False
 
     def submit_many(self, requests):
         self.asked += requests
         return super().submit_many([getattr(r, "request", r) for r in requests])
 
     def progress(self):
-        if self.silent:
+        if self.fails:
             raise RuntimeError("asleep")
         under_way = [r for r, f in zip(self.asked, self.futures, strict=True) if not f.done()]
         return tuple(
@@ -408,7 +408,7 @@ def test_a_group_that_waits_for_its_scorer_is_scored_after_a_resume():
 
 def test_what_the_sampler_does_not_tell_is_drawn_again_with_a_warning(caplog):
     gate, generate = ScriptedGate(1), SavingGenerate(never=("g0",))
-    generate.silent = True
+    generate.fails = True
     saved, _ = saved_while(generate, gate, lambda loop: generate.asked)
     assert [e.partial for e in saved[0].episodes] == [None, None]
     assert "asleep" in caplog.text
@@ -557,19 +557,19 @@ def test_programs_continue_from_their_last_complete_turn_in_a_resumed_run(caplog
         generate,
         gate,
         lambda loop: (
-            len(generate.asked) == 8 and not any(s._trace.num_drawing for s in sessions.all())
+            len(generate.asked) == 8 and not any(s._trace.num_running for s in sessions.all())
         ),
         make_env=program_envs(sessions, stays=2, calls=3),
     )
     assert [[len(e.calls[0].completions) for e in g.episodes] for g in saved] == [[2, 2]] * 2
-    drawn = {r.request_id for r in generate.asked}
+    sampled = {r.request_id for r in generate.asked}
 
     # The first two calls are answered as before; only the third is sampled.
     gate, again, resumed, counts = programs_resumed(saved, calls=3)
     assert sorted(r.request_id for r in again.asked) == [
         f"g{g}/m{m}/t2" for g in range(2) for m in range(2)
     ]
-    assert not drawn & {r.request_id for r in again.asked}
+    assert not sampled & {r.request_id for r in again.asked}
     stats = resumed.stats()
     assert stats.continued_episodes == 4 and stats.restarts == stats.restarted_episodes == 0
     assert not counts["unrepeated_calls"] and "start over" not in caplog.text
@@ -673,10 +673,10 @@ class EchoMember(EchoGenerate):
     def _answer(future, request):
         if not future.done():
             one = np.zeros(2, np.int32)
-            drawn = np.array([20 + request.key[1], 0], np.int32)
+            sampled = np.array([20 + request.key[1], 0], np.int32)
             completion = Completion(
                 request_id=request.request_id,
-                token_ids=drawn,
+                token_ids=sampled,
                 logprobs=one.astype(np.float32),
                 versions=one,
                 stop=StopReason.EOS,
@@ -772,9 +772,9 @@ def test_a_resumed_group_goes_on_without_the_members_that_it_has_left_out():
 class AgedGenerate(SavingGenerate):
     """Its requests have drawn tokens of the versions in `drawn`, by request id; none ends."""
 
-    def __init__(self, drawn):
+    def __init__(self, sampled):
         super().__init__(never=[f"g{i}" for i in range(9)])
-        self.drawn = drawn
+        self.drawn = sampled
 
     def progress(self):
         return tuple(

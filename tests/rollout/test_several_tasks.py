@@ -69,8 +69,10 @@ def test_a_task_that_always_fails_ends_nothing(caplog):
     asyncio.run(loop.run())
     assert len(gate.failed) == 20 and len(gate.put_groups) == 20
     assert {g.prompt.task for g in gate.put_groups} == {"b"}
-    said = [r.getMessage() for r in caplog.records if "The other tasks continue" in r.getMessage()]
-    assert len(said) == 1 and said[0].startswith("task a: 3 groups failed in a row")
+    messages = [
+        r.getMessage() for r in caplog.records if "The other tasks continue" in r.getMessage()
+    ]
+    assert len(messages) == 1 and messages[0].startswith("task a: 3 groups failed in a row")
 
 
 def test_the_run_ends_once_all_tasks_fail():
@@ -84,18 +86,18 @@ def test_a_failing_task_rests_alone_and_longer_each_time():
     now = 0.0
     failures = FailuresByTask(("a", "b"), 8, 1.0, lambda: now)
     a, b = (replace(make_prompt(), task=name) for name in "ab")
-    rests = []
+    backoffs = []
     for _ in range(8):
         failures.failed(a, RolloutError("x"), after=failures.of(a).number)
-        rests.append(failures.of(a).rests_until_s)
-        assert failures.rests("a") and not failures.rests("b")
-        assert failures.rests_until_s == 0.0, "another task may start"
-    assert rests == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+        backoffs.append(failures.of(a).backoff_until_s)
+        assert failures.is_backing_off("a") and not failures.is_backing_off("b")
+        assert failures.backoff_until_s == 0.0, "another task may start"
+    assert backoffs == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     failures.of(a).succeeded()
-    assert not failures.rests("a")
+    assert not failures.is_backing_off("a")
     failures.failed(a, RolloutError("x"), after=0)
     failures.failed(b, RolloutError("x"), after=0)
-    assert failures.rests_until_s == 1.0, "all rest"
+    assert failures.backoff_until_s == 1.0, "all wait"
 
 
 def test_failures_of_a_task_without_a_weight_end_nothing_and_rest_alone():
@@ -103,7 +105,8 @@ def test_failures_of_a_task_without_a_weight_end_nothing_and_rest_alone():
     other = replace(make_prompt(), task="b")
     for _ in range(3):
         failures.failed(other, ValueError("down"), after=failures.of(other).number)
-    assert failures.rests("b") and not failures.rests("a") and failures.rests_until_s == 0.0
+    assert failures.is_backing_off("b") and not failures.is_backing_off("a")
+    assert failures.backoff_until_s == 0.0
     own = replace(make_prompt(), task="a")
     failures.failed(own, ValueError("down"), after=0)
     with pytest.raises(RolloutError, match="failed in a row"):
@@ -113,7 +116,7 @@ def test_failures_of_a_task_without_a_weight_end_nothing_and_rest_alone():
 def test_one_task_fails_as_before():
     failures = FailuresByTask((), 2, 1.0, lambda: 0.0)
     failures.failed(make_prompt(), RolloutError("x"), after=0)
-    assert failures.rests_until_s == 0.0, "no wait before a success"
+    assert failures.backoff_until_s == 0.0, "no wait before a success"
     with pytest.raises(RolloutError, match="2 groups failed in a row"):
         failures.failed(make_prompt(), RolloutError("x"), after=1)
 

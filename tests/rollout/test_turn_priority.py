@@ -37,10 +37,10 @@ class Noting:
     def submit_many(self, requests):
         self.requests += requests
         futures = [asyncio.get_running_loop().create_future() for _ in requests]
-        for wish, future in zip(requests, futures, strict=True):
+        for request, future in zip(requests, futures, strict=True):
             future.set_result(
                 Completion(
-                    request_id=wish.request_id,
+                    request_id=request.request_id,
                     token_ids=np.array([7], np.int32),
                     logprobs=np.zeros(1, np.float32),
                     versions=np.zeros(1, np.int32),

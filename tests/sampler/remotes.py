@@ -11,19 +11,19 @@ from jaxrl_async.remote.sampler.request_server import ReplicaServer
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.router import Elastic, Router
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.sampler.setup import SamplerSettings, room_of
+from jaxrl_async.sampler.setup import SamplerSettings, limits_of
 from jaxrl_async.testing.session_pair import session_pair
 
 SETTINGS = SamplerSettings(one_thread=True)
-CHECK = RequestCheck(room_of(SPEC, SECTION, 0, SETTINGS), itertools.count())
+CHECK = RequestCheck(limits_of(SPEC, SECTION, 0, SETTINGS), itertools.count())
 
 
 class Remotes:
     """A router, and the samplers that have joined it. A context manager."""
 
-    def __init__(self, count: int, **wishes: object) -> None:
+    def __init__(self, count: int, **limits: object) -> None:
         self.faults, self.newest = FaultCounts(), 0
-        self.router = Router([], count=self.faults.add, elastic=Elastic(check=CHECK, **wishes))
+        self.router = Router([], count=self.faults.add, elastic=Elastic(check=CHECK, **limits))
         self.router.start()
         self.all: list[tuple] = []
         for _ in range(count):

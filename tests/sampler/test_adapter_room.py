@@ -25,7 +25,7 @@ def test_places_take_what_was_counted_for_them(tensor: int, matmul: str, caplog)
     caplog.set_level("INFO")
     setup = build_setup(SPEC, section, mesh, 0, SamplerSettings(adapters=ROOM))
     assert "of places for 3 adapters up to rank 4" in caplog.text
-    stack = jax.tree.leaves(setup.engine.programs.empty_places())
+    stack = jax.tree.leaves(setup.engine.programs.empty_adapters())
     parts = [part.data.nbytes for x in stack for part in x.addressable_shards]
     assert setup.plan.places_bytes == sum(parts) > 0
 

@@ -24,7 +24,7 @@ from jaxrl_async.model.lora import Lora, adapter_table, joined, lora_of, merged
 from jaxrl_async.model.spec import ModelSpec
 from jaxrl_async.sampler.adapter_sources import AdapterChange
 from jaxrl_async.sampler.adapters import AdapterChanges
-from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, PlacedAdapter
+from jaxrl_async.sampler.batch.adapter_slots import AdapterSlots, LoadedAdapter
 from jaxrl_async.sampler.probe import Probe
 from jaxrl_async.sampler.sampler import Sampler
 from jaxrl_async.sampler.setup import SamplerSettings, kv_plan
@@ -60,21 +60,21 @@ def adapter(spec: ModelSpec, how: Lora, seed: int):
     return how, grown
 
 
-def make(family: str = "llama", room: AdapterRoom | None = ROOM, mesh=None, **wishes) -> Sampler:
-    section = SECTION.model_copy(update=wishes)
+def make(family: str = "llama", room: AdapterRoom | None = ROOM, mesh=None, **changes) -> Sampler:
+    section = SECTION.model_copy(update=changes)
     policy = (SPECS[family], base(family))
     return Sampler(policy, section=section, mesh=mesh, settings=SamplerSettings(adapters=room))
 
 
-def wish(number: int, name: str = "", **more):
+def req(number: int, name: str = "", **more):
     return request(number, request_id=f"{name}/{number}", adapter=name, **more)
 
 
-def alone(family: str, given: tuple, wishes: list) -> list[Completion]:
+def alone(family: str, given: tuple, requests: list) -> list[Completion]:
     """What a sampler draws whose weights have this one adapter added."""
     params = merged(SPECS[family], given[0], base(family), given[1])
     with Sampler((SPECS[family], params), section=SECTION) as sampler:
-        return sampler.generate([dataclasses.replace(w, adapter="") for w in wishes])
+        return sampler.generate([dataclasses.replace(w, adapter="") for w in requests])
 
 
 def same(one: Completion, other: Completion) -> None:
@@ -96,17 +96,17 @@ def test_eight_adapters_in_one_block_draw_what_each_draws_alone(family: str) -> 
     with make(family, slots=12) as sampler:
         for name, one in made.items():
             assert sampler.adapters.load(name, one) == 0
-        wishes = [wish(i, name) for i in range(3) for name in ("", *NAMES)]
-        mixed = dict(zip([w.request_id for w in wishes], sampler.generate(wishes), strict=True))
+        requests = [req(i, name) for i in range(3) for name in ("", *NAMES)]
+        mixed = dict(zip([w.request_id for w in requests], sampler.generate(requests), strict=True))
     differ = {tuple(mixed[f"{n}/1"].token_ids.tolist()) for n in ("", *NAMES)}
     assert len(differ) == 9, "each draws something of its own"
     some = NAMES if family == "llama" else NAMES[:3]
     for name in some:
-        of_it = [w for w in wishes if w.adapter == name]
+        of_it = [w for w in requests if w.adapter == name]
         for w, expected in zip(of_it, alone(family, made[name], of_it), strict=True):
             same(mixed[w.request_id], expected)
     with Sampler((spec, base(family)), section=SECTION) as plain:
-        for done in plain.generate([w for w in wishes if not w.adapter]):
+        for done in plain.generate([w for w in requests if not w.adapter]):
             same(mixed[done.request_id], done)
 
 
@@ -114,20 +114,20 @@ def test_eight_adapters_in_one_block_draw_what_each_draws_alone(family: str) -> 
 @pytest.mark.exhaustive
 def test_on_a_mesh_they_draw_the_same() -> None:
     one = adapter(SPEC, lora(SPEC), 3)
-    wishes = [wish(i, "a" if i % 2 else "") for i in range(4)]
+    requests = [req(i, "a" if i % 2 else "") for i in range(4)]
     mesh = make_mesh(schema.AxesSection(tensor=2), jax.devices()[:2])
     done = []
     for where in (None, mesh):
         with make(room=AdapterRoom(places=2, rank=4), mesh=where) as sampler:
             sampler.adapters.load("a", one)
-            done.append(sampler.generate(wishes))
+            done.append(sampler.generate(requests))
     for here, there in zip(*done, strict=True):
         same(here, there)
 
 
 def long(number: int, name: str):
     free = {"sampling": SamplingParams(), "stop_token_ids": (), "max_new_tokens": 24}
-    return wish(number, name, token_ids=np.arange(1, 18, dtype=np.int32) + number, **free)
+    return req(number, name, token_ids=np.arange(1, 18, dtype=np.int32) + number, **free)
 
 
 def swapped_midway(mode: str):
@@ -182,13 +182,13 @@ def test_no_kv_goes_from_one_adapter_to_another() -> None:
         for name in ("a", "b"):
             sampler.adapters.load(name, made[name])
         for name in ("", "a", "b"):
-            sampler.generate([wish(1, name, **prompt)])
+            sampler.generate([req(1, name, **prompt)])
         assert sampler.stats().prefix_hit_tokens == 0
-        again = sampler.generate([wish(1, "a", **prompt)])
+        again = sampler.generate([req(1, "a", **prompt)])
         assert sampler.stats().prefix_hit_tokens == 32
-        same(again[0], alone("llama", made["a"], [wish(1, "a", **prompt)])[0])
+        same(again[0], alone("llama", made["a"], [req(1, "a", **prompt)])[0])
         before = sampler.stats().prefill_tokens
-        group = [wish(2 + m, n, **prompt) for n in ("a", "b") for m in range(2)]
+        group = [req(2 + m, n, **prompt) for n in ("a", "b") for m in range(2)]
         sampler.adapters.load("a", made["new"])
         sampler.generate(group)
         assert sampler.stats().prefill_tokens - before == 33 + 1, "a's new KV, and b's last token"
@@ -196,7 +196,7 @@ def test_no_kv_goes_from_one_adapter_to_another() -> None:
         sampler.adapters.load("b", made["new"])
         assert sampler.adapters.loaded() == {"a": 1, "b": 1}, "no version of a name comes twice"
         hits = sampler.stats().prefix_hit_tokens
-        sampler.generate([wish(1, "b", **prompt)])
+        sampler.generate([req(1, "b", **prompt)])
         assert sampler.stats().prefix_hit_tokens == hits
         sampler.between_blocks(sampler.loop.batch.check_integrity)
 
@@ -228,12 +228,12 @@ def test_names_and_adapters_are_checked_where_they_come_in() -> None:
     one = adapter(SPEC, lora(SPEC), 0)
     with make(room=AdapterRoom(places=1, rank=4)) as sampler:
         with pytest.raises(RolloutError, match="'x' is not loaded here; loaded are: none"):
-            sampler.generate([wish(1, "x")])
+            sampler.generate([req(1, "x")])
         sampler.adapters.load("a", one)
         with pytest.raises(RolloutError, match="loaded are: a"):
-            sampler.generate([wish(1, "x")])
+            sampler.generate([req(1, "x")])
         with pytest.raises(RolloutError, match="adapter must be text"):
-            sampler.generate([dataclasses.replace(wish(1), adapter=3)])
+            sampler.generate([dataclasses.replace(req(1), adapter=3)])
         with pytest.raises(ConfigError, match="all 1 places are taken, by a"):
             sampler.adapters.load("b", one)
         with pytest.raises(ConfigError, match="rank 5, but the maximum rank is 4"):
@@ -262,7 +262,7 @@ def test_names_and_adapters_are_checked_where_they_come_in() -> None:
         assert sampler.adapters.loaded() == {"a": 0}
     with make(room=None) as sampler:
         with pytest.raises(RolloutError, match="no places for adapters"):
-            sampler.generate([wish(1, "a")])
+            sampler.generate([req(1, "a")])
         with pytest.raises(ConfigError, match="no places for adapters"):
             sampler.adapters.load("a", one)
     settings = SamplerSettings(adapters=ROOM)
@@ -292,21 +292,21 @@ def test_an_adapter_in_use_is_unloaded_after_its_last_request() -> None:
         sampler.adapters.unload("a")
         assert all(f.done() and len(f.result().token_ids) == 24 for f in futures)
         with pytest.raises(RolloutError, match="not loaded"):
-            sampler.generate([wish(1, "a")])
+            sampler.generate([req(1, "a")])
 
 
 def test_two_unloads_of_one_adapter_take_no_requests_until_both_are_answered() -> None:
-    places, check = AdapterPlaces(2), SwapCheck(SPEC, np.float32, None, nullcontext())
-    places.put(PlacedAdapter(name="a", place=1))
-    changes = AdapterChanges(None, check, places, mode="continue", device_lock=nullcontext())
+    slots, check = AdapterSlots(2), SwapCheck(SPEC, np.float32, None, nullcontext())
+    slots.put(LoadedAdapter(name="a", slot=1))
+    changes = AdapterChanges(None, check, slots, mode="continue", device_lock=nullcontext())
     first, second = (AdapterChange(name="a", params=None) for _ in range(2))
     changes.stage(first)
     changes.stage(second)
     changes.withdraw(second)
     with pytest.raises(RolloutError, match="being unloaded"):
-        places.check("a", "request")
+        slots.check("a", "request")
     changes.withdraw(first)
-    places.check("a", "request")
+    slots.check("a", "request")
 
 
 def test_a_request_that_was_checked_before_its_adapter_left_is_refused_not_lost() -> None:
@@ -316,12 +316,12 @@ def test_a_request_that_was_checked_before_its_adapter_left_is_refused_not_lost(
         start = sampler.lifetime.start
 
         def leaves_meanwhile() -> None:
-            sampler.setup.places.leave("a", leaving=True)
+            sampler.setup.adapter_slots.leave("a", leaving=True)
             start()
 
         sampler.lifetime.start = leaves_meanwhile
         with pytest.raises(RolloutError, match="being unloaded"):
-            sampler.start_many([wish(1), wish(1, "a")])
+            sampler.start_many([req(1), req(1, "a")])
         assert not sampler.loop.inbox.requests(), "all or none"
 
 
@@ -446,10 +446,10 @@ def test_nothing_is_compiled_after_the_first_adapter_has_answered() -> None:
         compiled = []
         for i in range(8):
             sampler.adapters.load(f"n{i}", made[i % 4])
-            sampler.generate([wish(3, f"n{i}", sampling=SamplingParams())])
+            sampler.generate([req(3, f"n{i}", sampling=SamplingParams())])
             compiled.append(sampler.engine.num_compiled)
         sampler.adapters.load("n1", made[0])
         sampler.adapters.unload("n2")
         sampler.adapters.load("other", made[1])
-        sampler.generate([wish(3, "other", sampling=SamplingParams())])
+        sampler.generate([req(3, "other", sampling=SamplingParams())])
         assert {*compiled, sampler.engine.num_compiled} == {compiled[0]}

@@ -37,7 +37,7 @@ from jaxrl_async.types import LogitShaping, LogprobRequest, SamplingParams, Vers
 
 CROWDED = {"slots": 16, "page_tokens": 4, "block": 2, "prefill_chunk": 64, "kv_memory_mib": 0.2}
 """Pages for few of the slots, so that sequences are preempted."""
-WISHES = [request(i, request_id=f"r{i}") for i in range(12)]
+REQUESTS = [request(i, request_id=f"r{i}") for i in range(12)]
 
 
 def needs_cpu_kernels() -> None:
@@ -48,7 +48,7 @@ def needs_cpu_kernels() -> None:
 @pytest.fixture(scope="module")
 def wanted() -> list[list[int]]:
     sampler = make_sampler(prefix_cache=False, reserve=0.0)
-    tokens = [c.token_ids.tolist() for c in sampler.generate(WISHES)]
+    tokens = [c.token_ids.tolist() for c in sampler.generate(REQUESTS)]
     sampler.close()
     return tokens
 
@@ -71,7 +71,7 @@ def wanted() -> list[list[int]]:
 )
 def test_every_setting_draws_the_same_tokens(settings, wanted) -> None:
     sampler = make_sampler(**settings)
-    assert [c.token_ids.tolist() for c in sampler.generate(WISHES)] == wanted
+    assert [c.token_ids.tolist() for c in sampler.generate(REQUESTS)] == wanted
     sampler.between_blocks(sampler.loop.batch.check_integrity)
     sampler.close()
 
@@ -81,7 +81,7 @@ def random_waves(sampler: Sampler, waves: int, *, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     for wave in range(waves):
         prompts = [rng.integers(0, 30, rng.integers(1, 40)) for _ in range(rng.integers(1, 6))]
-        wishes = [
+        requests = [
             request(
                 100 * wave + i,
                 token_ids=prompts[i % len(prompts)].astype(np.int32),
@@ -90,7 +90,7 @@ def random_waves(sampler: Sampler, waves: int, *, seed: int = 0) -> None:
             )
             for i in range(int(rng.integers(1, 24)))
         ]
-        sampler.generate(wishes)
+        sampler.generate(requests)
 
 
 @pytest.mark.full
@@ -150,12 +150,12 @@ def test_on_a_tpu_no_traffic_needs_a_program_that_was_not_compiled_ahead(
     pages, and an insert writes no tokens, and is of few slots."""
     monkeypatch.setattr(prefill, "MANY_LOGITS", 1 if many_logits else 2**21)
     monkeypatch.setattr(shapes, "TOGETHER", 8)
-    wishes = {"attention": "ragged", "page_tokens": 2, "kv_memory_mib": 0.35}
-    wishes["slots"] = 24 if many_logits else 16  # an engine of its own: nothing is compiled yet
+    changes = {"attention": "ragged", "page_tokens": 2, "kv_memory_mib": 0.35}
+    changes["slots"] = 24 if many_logits else 16  # an engine of its own: nothing is compiled yet
     mesh = make_slices(schema.MeshSection()).sampler if placed else None
     settings = SamplerSettings(mixes=GREEDY_TOO)
-    wishes |= {"prefill_chunk": 300, "mesh": mesh, "settings": settings}
-    sampler = make_sampler(**{**CROWDED, **wishes})
+    changes |= {"prefill_chunk": 300, "mesh": mesh, "settings": settings}
+    sampler = make_sampler(**{**CROWDED, **changes})
     engine, prepared = sampler.engine, sampler.loop.weights.prepared
     made = compile_all(engine, prepared, engine.init_decode_state(), 300, GREEDY_TOO, seed=0)
     assert context_widths(engine.spec) == (8, 32), "half a block of the kernel, and all"
@@ -322,12 +322,12 @@ def test_the_kernel_reads_no_rows_behind_the_last_that_runs(monkeypatch) -> None
 @pytest.mark.full
 def test_rows_are_taken_over_in_mid_block() -> None:
     lengths = [2, 3, 16, 16, 5, 5, 4, 4]
-    wishes = [
+    requests = [
         request(i, forced_length=n, max_new_tokens=n, request_id=f"f{i}")
         for i, n in enumerate(lengths)
     ]
     sampler = make_sampler(reserve=1.0, block=16)
-    done = sampler.generate(wishes)
+    done = sampler.generate(requests)
     stats = sampler.stats()
     assert [len(c.token_ids) for c in done] == lengths
     assert stats.blocks == 1, "four rows drew eight answers in one block"
@@ -340,7 +340,7 @@ def test_many_that_begin_at_once_are_inserted_in_turns(monkeypatch) -> None:
     copy."""
     prompt = np.arange(19, dtype=np.int32)
     members = [request(i, token_ids=prompt, request_id=f"m{i}") for i in range(8)]
-    drawn = []
+    sampled = []
     for attention in ("gathered", "ragged"):
         inserts, real = [], Engine.insert
 
@@ -351,11 +351,11 @@ def test_many_that_begin_at_once_are_inserted_in_turns(monkeypatch) -> None:
         monkeypatch.setattr(shapes, "TOGETHER", 3)
         monkeypatch.setattr(Engine, "insert", noted)
         sampler = make_sampler(attention=attention, slots=8, reserve=0.0, page_tokens=16)
-        drawn.append([c.token_ids.tolist() for c in sampler.generate(members)])
+        sampled.append([c.token_ids.tolist() for c in sampler.generate(members)])
         sampler.between_blocks(sampler.loop.batch.check_integrity)
         sampler.close()
         monkeypatch.setattr(Engine, "insert", real)
-    assert inserts == [3, 3, 3] and drawn[0] == drawn[1]
+    assert inserts == [3, 3, 3] and sampled[0] == sampled[1]
 
 
 @pytest.mark.exhaustive
@@ -365,7 +365,7 @@ def test_ragged_kv_can_be_saved_and_swapped() -> None:
     for attention in ("gathered", "ragged"):
         source = Script([VersionedParams(version=1, params=OTHER)], after=3)
         sampler = make_sampler(attention=attention, weights=source, **kinds)
-        both.append([c.token_ids.tolist() for c in sampler.generate(WISHES)])
+        both.append([c.token_ids.tolist() for c in sampler.generate(REQUESTS)])
         sampler.close()
     assert both[0] == both[1]
 
@@ -377,7 +377,7 @@ def test_a_ragged_sampler_over_two_devices() -> None:
     mesh = make_slices(schema.MeshSection(sampler=schema.AxesSection(tensor=2))).sampler
     sampler = Sampler((SPEC, PARAMS), section=section, mesh=mesh)
     one = make_sampler()
-    for a, b in zip(sampler.generate(WISHES[:4]), one.generate(WISHES[:4]), strict=True):
+    for a, b in zip(sampler.generate(REQUESTS[:4]), one.generate(REQUESTS[:4]), strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
     sampler.close()
     one.close()
@@ -390,14 +390,14 @@ def test_the_tpu_kernel_itself_draws_the_same_tokens(calls, wanted, monkeypatch)
     are too large for its scalar memory are divided among calls of eight rows."""
     if calls == 2:
         monkeypatch.setattr(kernels, "RAGGED_TABLE_BYTES", 1)
-    wishes = {"attention": "ragged", "slots": 8 * calls, "prefill_chunk": 32}
-    section = SECTION.model_copy(update=wishes)  # in interpret mode one grid step must do all
+    changes = {"attention": "ragged", "slots": 8 * calls, "prefill_chunk": 32}
+    section = SECTION.model_copy(update=changes)  # in interpret mode one grid step must do all
     plain = Sampler((SPEC, PARAMS), section=section)
     engine = Engine(replace(plain.engine.spec, ragged=True, on_tpu=True))
     setup = replace(plain.setup, engine=engine)
     sampler = Sampler.from_setup(setup, engine.prepare(PARAMS), 0, FIXED_WEIGHTS)
     with interpreted_kernels():
-        done = sampler.generate(WISHES if calls == 2 else WISHES[:4])
+        done = sampler.generate(REQUESTS if calls == 2 else REQUESTS[:4])
         sampler.close()
     assert [c.token_ids.tolist() for c in done] == wanted[: len(done)]
 
@@ -410,13 +410,13 @@ def interpreted_tokens(sampler: Sampler, params: Any, **changes: Any) -> list[li
         interpreted_kernels(),
         Sampler.from_setup(setup, engine.prepare(params), 0, FIXED_WEIGHTS) as other,
     ):
-        return [c.token_ids.tolist() for c in other.generate(WISHES[:4])]
+        return [c.token_ids.tolist() for c in other.generate(REQUESTS[:4])]
 
 
 @pytest.mark.full
 def test_the_kernel_that_draws_draws_the_same_tokens(wanted) -> None:
     with Sampler((SPEC, PARAMS), section=SECTION) as plain:
-        assert interpreted_tokens(plain, PARAMS, draws_by_kernel=True) == wanted[:4]
+        assert interpreted_tokens(plain, PARAMS, samples_by_kernel=True) == wanted[:4]
 
 
 @pytest.mark.full
@@ -429,7 +429,7 @@ def test_wide_heads_decode_on_the_pages_by_a_kernel_of_our_own(family: str) -> N
     spec = ModelSpec.from_architecture(shape, SPEC.vocab)
     params = decoder.init_params(spec, jax.random.key(0))
     with Sampler((spec, params), section=SECTION) as plain:
-        wanted = [c.token_ids.tolist() for c in plain.generate(WISHES[:4])]
+        wanted = [c.token_ids.tolist() for c in plain.generate(REQUESTS[:4])]
     ragged = SECTION.model_copy(update={"attention": "ragged"})
     with Sampler((spec, params), section=ragged) as pages:
         assert interpreted_tokens(pages, params, on_tpu=True) == wanted
@@ -446,11 +446,11 @@ def test_bfloat16_products_of_a_model_in_bfloat16_change_nothing() -> None:
 
 @pytest.mark.exhaustive
 def test_bfloat16_products_are_close_and_told_apart_by_their_log_probs() -> None:
-    wishes = [request(i, request_id=f"b{i}", sampling=SamplingParams()) for i in range(4)]
+    requests = [request(i, request_id=f"b{i}", sampling=SamplingParams()) for i in range(4)]
     sampler = make_sampler(matmul="bfloat16")
     errors = []
-    for wish, done in zip(wishes, sampler.generate(wishes), strict=True):
-        logprobs = logprobs_of(SPEC, PARAMS, np.concatenate([wish.token_ids, done.token_ids]))
-        errors.append(np.abs(done.logprobs - logprobs[len(wish.token_ids) :]).max())
+    for req, done in zip(requests, sampler.generate(requests), strict=True):
+        logprobs = logprobs_of(SPEC, PARAMS, np.concatenate([req.token_ids, done.token_ids]))
+        errors.append(np.abs(done.logprobs - logprobs[len(req.token_ids) :]).max())
     sampler.close()
     assert 1e-5 < max(errors) < 0.1

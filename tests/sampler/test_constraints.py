@@ -31,7 +31,7 @@ from jaxrl_async.remote.sampler.request_server import ReplicaServer
 from jaxrl_async.sampler.grammar import Grammars, unpacked_bits
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.sampler import Sampler
-from jaxrl_async.sampler.setup import SamplerSettings, room_of
+from jaxrl_async.sampler.setup import SamplerSettings, limits_of
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.trainer.token_columns import SparseBits, sequence_masks
 from jaxrl_async.types import (
@@ -107,8 +107,8 @@ def trainers_logprobs(
     whole = np.concatenate([asked.token_ids, done.token_ids])
     begin, end = len(asked.token_ids), len(whole)
     assert done.kept is not None
-    drawn = (np.arange(end) >= begin).astype(bool)
-    masks = sequence_masks(done.kept, whole, drawn, spec.vocab)
+    sampled = (np.arange(end) >= begin).astype(bool)
+    masks = sequence_masks(done.kept, whole, sampled, spec.vocab)
     index = np.full((1, row), -1)
     index[0, begin:end] = np.arange(end - begin)
     ids = np.zeros((1, row), np.int32)
@@ -228,7 +228,7 @@ def test_a_saved_answer_continues_and_forks_within_its_constraint(tmp_path) -> N
     asked = request(7, Constraint.schema(PERSON))
     with sampler_of() as sampler:
         (whole,) = sampler.generate([asked])
-        held = Held(sampler, drawn=6)
+        held = Held(sampler, tokens=6)
         (future,) = sampler.start_many([asked])
         (saved,) = held.meanwhile(lambda: sampler.save("r7", stop=True))
         future.result()
@@ -454,7 +454,7 @@ def test_a_tokenizer_arrives_at_another_machine_as_it_is() -> None:
 
 def test_constraints_travel_to_a_remote_sampler_and_errors_come_back() -> None:
     settings = SamplerSettings(tokenizer=TOKENS)
-    check = RequestCheck(room_of(SPEC, SECTION, 0, settings), itertools.count())
+    check = RequestCheck(limits_of(SPEC, SECTION, 0, settings), itertools.count())
     pair = session_pair(sampler="sampler")
     good = [request(i, Constraint.schema(PERSON)) for i in range(3)]
     bad = request(9, Constraint(kind="json_schema", text='{"type": "nope"}'))

@@ -34,7 +34,7 @@ SECTION = schema.SamplerSection(
 )
 
 
-def wishes(count: int, **changes: Any) -> list[Request]:
+def requests(count: int, **changes: Any) -> list[Request]:
     """Groups of three to a prompt, of uneven lengths, some longer than a round of prefill."""
     rng, found = np.random.default_rng(0), list[Request]()
     prompts = [rng.integers(0, 40, n).astype(np.int32) for n in (3, 29, 14, 1, 8, 33)]
@@ -52,14 +52,14 @@ def wishes(count: int, **changes: Any) -> list[Request]:
 
 
 def check(spec: ModelSpec, params: Params, asked: list[Request], done: list[Completion]) -> None:
-    for wish, answer in zip(asked, done, strict=True):
-        ids = np.concatenate([wish.token_ids, answer.token_ids])
-        wanted = logprobs_of(spec, params, ids)[len(wish.token_ids) :]
+    for request, answer in zip(asked, done, strict=True):
+        ids = np.concatenate([request.token_ids, answer.token_ids])
+        wanted = logprobs_of(spec, params, ids)[len(request.token_ids) :]
         # The two forms of the rule round differently, by 5e-5 at one token without AVX-512.
-        np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-4, err_msg=wish.request_id)
+        np.testing.assert_allclose(answer.logprobs, wanted, atol=1e-4, err_msg=request.request_id)
 
 
-def drawn(spec: ModelSpec, asked: list[Request], **settings: Any) -> list[Completion]:
+def sampled(spec: ModelSpec, asked: list[Request], **settings: Any) -> list[Completion]:
     source = settings.pop("weights", None)
     kept = {} if source is None else {"weights": source}
     section = SECTION.model_copy(update=settings)
@@ -92,41 +92,41 @@ def test_log_probs_of_groups_are_the_trainers(
     family: str, settings: dict[str, Any], count: int
 ) -> None:
     """Slots are used again, prompts take several rounds, rows are taken over, pages run out."""
-    spec, asked = SPECS[family], wishes(count)
-    check(spec, tiny_params(spec), asked, drawn(spec, asked, **settings))
+    spec, asked = SPECS[family], requests(count)
+    check(spec, tiny_params(spec), asked, sampled(spec, asked, **settings))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["continue", "recompute", "drain", "restart"])
 def test_new_weights_leave_right_states(policy: str) -> None:
     """Tokens are drawn by the states that their version makes; only continue mixes them."""
-    spec, asked = SPECS["qwen3_5_text"], wishes(9)
+    spec, asked = SPECS["qwen3_5_text"], requests(9)
     other = tiny_params(spec, seed=7)
     source = Script([VersionedParams(version=1, params=other)], after=2)
-    done = drawn(spec, asked, weights=source, on_new_weights=policy)
+    done = sampled(spec, asked, weights=source, on_new_weights=policy)
     versions = {0: tiny_params(spec), 1: other}
     seen = set()
-    for wish, answer in zip(asked, done, strict=True):
-        ids = np.concatenate([wish.token_ids, answer.token_ids])
-        begin = len(wish.token_ids)
+    for request, answer in zip(asked, done, strict=True):
+        ids = np.concatenate([request.token_ids, answer.token_ids])
+        begin = len(request.token_ids)
         of_each = {v: logprobs_of(spec, p, ids)[begin:] for v, p in versions.items()}
         seen |= set(answer.versions.tolist())
         for t, version in enumerate(answer.versions.tolist()):
             # continue: what was computed of the sequence before, its prompt's too, is the old one's
             if not version or policy != "continue":
-                assert abs(answer.logprobs[t] - of_each[version][t]) < 4e-5, (wish.request_id, t)
+                assert abs(answer.logprobs[t] - of_each[version][t]) < 4e-5, (request.request_id, t)
     assert seen == {0, 1}, "new weights came while answers were drawn"
 
 
 @pytest.mark.exhaustive
 def test_a_saved_request_goes_on_without_its_kv() -> None:
-    spec, (wish,) = SPECS["qwen3_next"], wishes(1, max_new_tokens=20, forced_length=20)
-    (whole,) = drawn(spec, [wish])
+    spec, (request,) = SPECS["qwen3_next"], requests(1, max_new_tokens=20, forced_length=20)
+    (whole,) = sampled(spec, [request])
     sampler = Sampler((spec, tiny_params(spec)), section=SECTION)
 
     async def begun() -> Partial:
-        future = sampler.submit_many([wish])[0]
-        while (partial := sampler.save(wish.request_id)).token_ids.size == 0:
+        future = sampler.submit_many([request])[0]
+        while (partial := sampler.save(request.request_id)).token_ids.size == 0:
             await asyncio.sleep(0)
         future.cancel()
         return partial
@@ -157,7 +157,7 @@ def test_states_take_their_part_of_the_memory() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(SPECS))
 def test_a_sampler_over_two_devices_keeps_the_same_states(family: str) -> None:
-    spec, asked = SPECS[family], wishes(6)
+    spec, asked = SPECS[family], requests(6)
     mesh = make_slices(schema.MeshSection(sampler=schema.AxesSection(tensor=2))).sampler
     sampler = Sampler((spec, tiny_params(spec)), section=SECTION, mesh=mesh)
     done = sampler.generate(asked)

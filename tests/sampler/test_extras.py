@@ -15,10 +15,10 @@ from jaxrl_async.sampler.device.sampling import (
 from jaxrl_async.types import SamplingParams
 
 
-def logits_before(prompt: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+def logits_before(prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     """[drawn, vocab] float64 logits that each drawn token came from."""
-    ids, end = np.zeros((1, 64), np.int32), len(prompt) + len(drawn)
-    ids[0, :end] = np.concatenate([prompt, drawn])
+    ids, end = np.zeros((1, 64), np.int32), len(prompt) + len(sampled)
+    ids[0, :end] = np.concatenate([prompt, sampled])
     hidden = row_states(SPEC, PARAMS, ids, np.arange(64)[None], np.ones_like(ids))
     logits = np.asarray(hidden @ output_head(SPEC, PARAMS), np.float64)[0]
     return logits[len(prompt) - 1 : end - 1]
@@ -40,16 +40,16 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 )
 def test_masks_and_both_log_probs_are_those_of_the_definition(sampling) -> None:
     sampler = make_sampler()
-    wish = request(31, sampling=sampling, max_new_tokens=16, stop_token_ids=(), extras=True)
+    req = request(31, sampling=sampling, max_new_tokens=16, stop_token_ids=(), extras=True)
     greedy = request(32, sampling=SamplingParams(temperature=0.0, top_k=3), extras=True)
-    done, neighbour = sampler.generate([wish, greedy])
+    done, neighbour = sampler.generate([req, greedy])
     sampler.close()
     assert [len(neighbour.kept.of(t)) for t in range(neighbour.kept.num_tokens)] == [VOCAB] * len(
         neighbour.token_ids
     )
     np.testing.assert_allclose(neighbour.logprobs, neighbour.full_logprobs, atol=1e-6)
     assert done.kept is not None and done.full_logprobs is not None
-    for t, logits in enumerate(logits_before(wish.token_ids, done.token_ids)):
+    for t, logits in enumerate(logits_before(req.token_ids, done.token_ids)):
         kept, token = done.kept.of(t), done.token_ids[t]
         scaled = logits / sampling.temperature
         assert token in kept
@@ -94,7 +94,7 @@ def test_each_key_and_each_position_has_a_number_of_its_own():
 
 @pytest.mark.full
 def test_masks_are_the_same_where_pages_run_out_and_sequences_go_on_later() -> None:
-    wishes = [
+    requests = [
         request(
             40 + i, max_new_tokens=24, stop_token_ids=(), extras=True,
             sampling=SamplingParams(temperature=0.7, top_p=0.8),
@@ -102,7 +102,7 @@ def test_masks_are_the_same_where_pages_run_out_and_sequences_go_on_later() -> N
         for i in range(4)
     ]  # fmt: skip
     roomy, crowded = make_sampler(), make_sampler(kv_memory_mib=6 * 16 * 2 * 2 * 2 * 8 * 4 / 2**20)
-    for one, other in zip(roomy.generate(wishes), crowded.generate(wishes), strict=True):
+    for one, other in zip(roomy.generate(requests), crowded.generate(requests), strict=True):
         assert one.kept is not None and other.kept is not None
         np.testing.assert_array_equal(other.token_ids, one.token_ids)
         np.testing.assert_array_equal(other.kept.ids, one.kept.ids)

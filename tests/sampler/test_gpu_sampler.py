@@ -63,13 +63,13 @@ def make_pair(
     pages: int | None = None,
     settings: SamplerSettings | None = None,
     on: str = "gpu",
-    **wishes: object,
+    **changes: object,
 ) -> tuple[Sampler, Sampler]:
     """The same sampler twice: on a CPU, and by the kernel of this platform; pages: of each, if
     few."""
     of_model = ("window", "experts", "kv_heads", "layers")
-    spec, params = model(family, **{n: wishes.pop(n) for n in of_model if n in wishes})
-    section = SECTION.model_copy(update=wishes)
+    spec, params = model(family, **{n: changes.pop(n) for n in of_model if n in changes})
+    section = SECTION.model_copy(update=changes)
     settings = SamplerSettings() if settings is None else settings
     if pages is not None:
         of_page = kv_plan(spec, section, settings.dtype).page_bytes / 2**20
@@ -81,11 +81,11 @@ def make_pair(
     return plain, Sampler.from_setup(setup, engine.prepare(params), 0, FIXED_WEIGHTS)
 
 
-def greedy(number: int, length: int, **wishes: object) -> Request:
+def greedy(number: int, length: int, **changes: object) -> Request:
     prompt = np.random.default_rng(number).integers(0, VOCAB, length).astype(np.int32)
     base = {"token_ids": prompt, "max_new_tokens": 12, "key": (number, 0)}
     return Request(
-        request_id=f"r{number}", sampling=SamplingParams(temperature=0.0), **{**base, **wishes}
+        request_id=f"r{number}", sampling=SamplingParams(temperature=0.0), **{**base, **changes}
     )
 
 
@@ -93,11 +93,11 @@ def answers(sampler: Sampler) -> list[list[int]]:
     """What it draws for prompts of one and several rounds, a group of one prompt, and a later turn
     of each."""
     group = greedy(7, 21).token_ids
-    wishes = [
+    requests = [
         *(greedy(i, n) for i, n in enumerate((3, 30, 9, 17, 5))),
         *(greedy(10 + i, 1, token_ids=group) for i in range(3)),
     ]
-    first = sampler.generate(wishes)
+    first = sampler.generate(requests)
     later = [
         greedy(
             100 + i,
@@ -105,7 +105,7 @@ def answers(sampler: Sampler) -> list[list[int]]:
             token_ids=np.concatenate([w.token_ids, c.token_ids, [1, 2, 3]]).astype(np.int32),
             max_new_tokens=8,
         )
-        for i, (w, c) in enumerate(zip(wishes, first, strict=True))
+        for i, (w, c) in enumerate(zip(requests, first, strict=True))
     ]
     second = sampler.generate(later)
     sampler.between_blocks(sampler.loop.batch.check_integrity)
@@ -158,9 +158,9 @@ def test_a_prompt_loses_no_token_of_a_window_where_a_round_takes_several_program
     monkeypatch.setattr(shapes, "FILLED_TOKENS", 4)
     plain, sampler = make_pair(family, window=7, prefill_chunk=64, prefix_cache=False)
     for length in (31, 27, 45):
-        wish = [greedy(length, length)]
-        assert sampler.generate(wish)[0].token_ids.tolist() == (
-            plain.generate(wish)[0].token_ids.tolist()
+        request = [greedy(length, length)]
+        assert sampler.generate(request)[0].token_ids.tolist() == (
+            plain.generate(request)[0].token_ids.tolist()
         ), length
     plain.close()
     sampler.close()
@@ -212,13 +212,13 @@ def test_no_traffic_needs_a_program_that_was_not_compiled_ahead(
     ids=lambda case: case["family"],
 )
 def test_kv_that_one_form_saved_the_other_restores(case, saves, interpreted) -> None:
-    wish = greedy(3, 9, max_new_tokens=24)
+    request = greedy(3, 9, max_new_tokens=24)
     pair = make_pair(**case, prefix_cache=False)
-    wanted = pair[0].generate([wish])[0].token_ids.tolist()
+    wanted = pair[0].generate([request])[0].token_ids.tolist()
     first, second = pair[saves], pair[1 - saves]
     held = Held(first, 10)
-    future = first.start_many([wish])[0]
-    (saved,) = held.meanwhile(lambda: first.save(wish.request_id))
+    future = first.start_many([request])[0]
+    (saved,) = held.meanwhile(lambda: first.save(request.request_id))
     assert future.result().token_ids.tolist() == wanted
     assert saved.kv is not None and len(saved.token_ids) >= 10
     before = second.stats().prefill_tokens

@@ -15,7 +15,7 @@ from jaxrl_async.ports.weights import FixedWeights
 from jaxrl_async.sampler.batch.sequence import BatchStats
 from jaxrl_async.sampler.intake import Receiver
 from jaxrl_async.sampler.lifetime import Lifetime
-from jaxrl_async.sampler.request_checks import Room
+from jaxrl_async.sampler.request_checks import RequestLimits
 from jaxrl_async.sampler.requests import Inbox
 from jaxrl_async.types import VersionedParams
 
@@ -53,12 +53,12 @@ def lifetime():
 
 @pytest.fixture
 def inbox(lifetime):
-    return Inbox(lifetime, Room(max_length=64), lambda: 0.0, itertools.count())
+    return Inbox(lifetime, RequestLimits(max_length=64), lambda: 0.0, itertools.count())
 
 
 def empty_batch() -> SimpleNamespace:
     engine = SimpleNamespace(spec=SimpleNamespace(total_slots=3))
-    batch = SimpleNamespace(queue=deque(), placed={}, engine=engine, stats=BatchStats())
+    batch = SimpleNamespace(queue=deque(), admitted={}, engine=engine, stats=BatchStats())
     batch.cancel, batch.enqueue = batch.queue.remove, batch.queue.extend
     batch.output = lambda stage: SimpleNamespace(token_ids=())
     return batch

@@ -73,8 +73,8 @@ class Driven:
         setup, params = set_up((spec, weights[0]), section, None, 0, SamplerSettings())
         if device is not None:
             layers = len(device.spec.model.kinds)
-            room = replace(setup.room, vocab=VOCAB, kv_shape=(layers, 2, 1, 2))
-            setup, params = replace(setup, engine=device, room=room), 0
+            limits = replace(setup.limits, vocab=VOCAB, kv_shape=(layers, 2, 1, 2))
+            setup, params = replace(setup, engine=device, limits=limits), 0
             device.watch = self.watch
         prepared = setup.engine.prepare(params)
         self.sampler = Sampler.from_setup(setup, prepared, 0, self.source)
@@ -86,7 +86,7 @@ class Driven:
 
         def recorded(held: frozenset[str]) -> None:
             admit(held)
-            for s in self.batch.placed.values():
+            for s in self.batch.admitted.values():
                 self.admitted.setdefault(s.order, self.sampler.version)
                 self.last[s.request.request_id] = self.admitted[s.order]
 
@@ -96,7 +96,7 @@ class Driven:
 
     def watch(self, slot: int, made_by: np.ndarray, version: int) -> None:
         """What a slot is about to see keeps the mode's promise."""
-        sequence = self.batch.placed[slot]
+        sequence = self.batch.admitted[slot]
         if self.mode == "continue":
             assert made_by.min() >= self.admitted[sequence.order], "older than its admission"
             MET["old cells"] += int(made_by.min() < version)
@@ -105,11 +105,11 @@ class Driven:
         if sequence.kv_version is not None:
             assert (made_by == sequence.kv_version).all(), "KV of other weights under this name"
 
-    def submit(self, wishes: list[Request | Partial]) -> None:
-        futures = self.sampler.start_many(wishes)
-        for wish, future in zip(wishes, futures, strict=True):
-            begun = wish if isinstance(wish, Partial) else None
-            request = wish.request if isinstance(wish, Partial) else wish
+    def submit(self, requests: list[Request | Partial]) -> None:
+        futures = self.sampler.start_many(requests)
+        for req, future in zip(requests, futures, strict=True):
+            begun = req if isinstance(req, Partial) else None
+            request = req.request if isinstance(req, Partial) else req
             self.asked.append(Asked(request=request, future=future, begun=begun))
 
     def group(self, pick: int, prompt: np.ndarray) -> list[Request]:
@@ -128,7 +128,7 @@ class Driven:
     def do(self, event: str, pick: int) -> None:
         sampler = self.sampler
         if event == "ask":
-            vocab = sampler.setup.room.vocab
+            vocab = sampler.setup.limits.vocab
             prompt = np.random.default_rng(pick % 3).integers(0, vocab, 5 + 6 * (pick % 3))
             self.submit(self.group(pick // 3, prompt))
         elif event == "publish":
@@ -137,11 +137,11 @@ class Driven:
             self.source.updates.append(VersionedParams(version=version, params=params))
         elif event == "round":
             self.round()
-        elif event in ("save", "save bare", "stop") and self.batch.placed:
-            placed = list(self.batch.placed.values())
-            sequence = placed[pick % len(placed)]
+        elif event in ("save", "save bare", "stop") and self.batch.admitted:
+            admitted = list(self.batch.admitted.values())
+            sequence = admitted[pick % len(admitted)]
             with_kv = event != "save bare"
-            stop = event == "stop" and self.batch.num_drawn(sequence)
+            stop = event == "stop" and self.batch.num_sampled(sequence)
             self.keep(sampler.loop.save(sequence.request.request_id, bool(stop), with_kv))
         elif event == "cancel" and self.asked:
             self.asked[pick % len(self.asked)].future.cancel()
@@ -160,8 +160,8 @@ class Driven:
             done = [a for a in self.asked if a.done is not None]
             if done:
                 before = done[pick % len(done)]
-                drawn = before.done.token_ids
-                prompt = np.concatenate([before.request.token_ids, drawn, [2, 3]])
+                sampled = before.done.token_ids
+                prompt = np.concatenate([before.request.token_ids, sampled, [2, 3]])
                 if len(prompt) < LONGEST - 1:
                     self.submit(self.group(pick // 7, prompt))
 
@@ -354,12 +354,12 @@ def test_the_kv_of_a_groups_prompt_ages_no_further_under_steady_traffic() -> Non
     driven = driven_by_numpy("continue", pages=40)
     prompt = np.arange(9) % VOCAB
     for version in range(1, 20):
-        wishes = [
+        requests = [
             Request(request_id=f"v{version}/{m}", token_ids=prompt, max_new_tokens=9,
                     key=(version, m))
             for m in range(3)
         ]  # fmt: skip
-        driven.submit(wishes)
+        driven.submit(requests)
         driven.round()
         driven.do("publish", version)
     driven.finish()

@@ -16,7 +16,7 @@ def test_ten_thousand_requests_leave_nothing_behind(resident_mib) -> None:
     prompts = [request(i).token_ids for i in range(500)]
 
     def round_of(number: int, count: int) -> None:
-        wishes = [
+        requests = [
             request(
                 i,
                 request_id=f"{number}/{i}",
@@ -26,7 +26,7 @@ def test_ten_thousand_requests_leave_nothing_behind(resident_mib) -> None:
             )
             for i in range(count)
         ]
-        assert len(sampler.generate(wishes)) == count
+        assert len(sampler.generate(requests)) == count
 
     for number in range(3):  # every program is compiled, every pool is filled
         round_of(number, 1000)
@@ -39,7 +39,9 @@ def test_ten_thousand_requests_leave_nothing_behind(resident_mib) -> None:
     stats = sampler.stats()
     assert stats.requests_done == 10_000
     assert (
-        not sampler.loop.batch.placed and not sampler.loop.batch.queue and not sampler.loop.finished
+        not sampler.loop.batch.admitted
+        and not sampler.loop.batch.queue
+        and not sampler.loop.finished
     )
     sampler.between_blocks(sampler.loop.batch.check_integrity)
     cache = sampler.loop.batch.cache

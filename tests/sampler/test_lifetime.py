@@ -136,10 +136,10 @@ def test_a_forked_child_is_told_so_and_the_parent_goes_on() -> None:
         answers = fork.Queue()
         process = fork.Process(target=child, args=(sampler, answers))
         process.start()
-        told = [answers.get(timeout=60) for _ in range(4)]
+        messages = [answers.get(timeout=60) for _ in range(4)]
         process.join(60)
-        assert all("a fork of it" in text and "spawn" in text for text in told[:3])
-        assert told[3] == "closed" and process.exitcode == 0
+        assert all("a fork of it" in text and "spawn" in text for text in messages[:3])
+        assert messages[3] == "closed" and process.exitcode == 0
         assert sampler.generate([request(0)])[0].token_ids.tolist() == wanted
 
 
@@ -165,7 +165,7 @@ def test_an_interrupted_generate_cancels_what_it_waited_for(wrap, ctrl_c_raises)
         with pytest.raises(KeyboardInterrupt):
             part.generate([request(i, **LONG) for i in range(300)])
         thread.join()
-        assert within(10, lambda: not (sampler.loop.batch.placed or sampler.loop.batch.queue))
+        assert within(10, lambda: not (sampler.loop.batch.admitted or sampler.loop.batch.queue))
         assert sampler.stats().requests_done < 250
         assert len(part.generate([request(3)])) == 1
 
@@ -174,7 +174,7 @@ def test_an_interrupted_generate_cancels_what_it_waited_for(wrap, ctrl_c_raises)
 def test_a_callback_that_waits_is_told_and_one_that_raises_or_closes_hurts_nobody(wrap) -> None:
     sampler = make_sampler()
     with wrap(sampler) as part:
-        told: list[object] = []
+        messages: list[object] = []
 
         def calls_back(future) -> None:
             for ask in (
@@ -185,16 +185,16 @@ def test_a_callback_that_waits_is_told_and_one_that_raises_or_closes_hurts_nobod
             ):
                 try:
                     ask()
-                    told.append("served")
+                    messages.append("served")
                 except RolloutError as error:
-                    told.append(str(error))
+                    messages.append(str(error))
             raise SystemExit(3)
 
         (future,) = sampler.start_many([request(0)])
         future.add_done_callback(calls_back)
         future.result(60)
-        assert within(10, lambda: len(told) == 4)
-        assert all("on whose own thread" in str(text) for text in told), told
+        assert within(10, lambda: len(messages) == 4)
+        assert all("on whose own thread" in str(text) for text in messages), messages
         assert len(part.generate([request(2)])) == 1
         first, *others = sampler.start_many([request(i, **LONG) for i in range(9)])
         first.add_done_callback(lambda f: sampler.close())

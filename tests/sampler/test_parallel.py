@@ -50,7 +50,7 @@ def params_of(name: str, kind: Kind | None = None) -> Any:
     return jax.jit(lambda p: quantize(weight_table(SPECS[name]), p, kind, np.float32))(params)
 
 
-def drawn(name: str, kind: Kind | None = None, **axes: int) -> list[Completion]:
+def sampled(name: str, kind: Kind | None = None, **axes: int) -> list[Completion]:
     """Four greedy answers to prompts of several lengths, with the experts of each token."""
     section = schema.AxesSection(**axes)
     sampler = Sampler(
@@ -60,7 +60,7 @@ def drawn(name: str, kind: Kind | None = None, **axes: int) -> list[Completion]:
         settings=SamplerSettings(keep_routing=name == "experts"),
     )
     random = np.random.default_rng(0)
-    wishes = [
+    requests = [
         Request(
             request_id=f"g{n}/m0/t0",
             token_ids=random.integers(0, VOCAB, 3 + 4 * n).astype(np.int32),
@@ -72,14 +72,14 @@ def drawn(name: str, kind: Kind | None = None, **axes: int) -> list[Completion]:
         for n in range(4)
     ]
     try:
-        return sampler.generate(wishes)
+        return sampler.generate(requests)
     finally:
         sampler.close()
 
 
 @functools.cache
 def alone(name: str, kind: Kind | None = None) -> list[Completion]:
-    return drawn(name, kind)
+    return sampled(name, kind)
 
 
 def assert_same(found: list[Completion], wanted: list[Completion]) -> None:
@@ -91,7 +91,7 @@ def assert_same(found: list[Completion], wanted: list[Completion]) -> None:
 
 @pytest.mark.parametrize(("name", "axes"), MESHES, ids=str)
 def test_every_mesh_draws_what_one_device_does(name, axes):
-    assert_same(drawn(name, **axes), alone(name))
+    assert_same(sampled(name, **axes), alone(name))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_every_mesh_draws_what_one_device_does(name, axes):
     ids=str,
 )
 def test_weights_of_eight_bits_are_divided_with_their_scales(name, axes):
-    assert_same(drawn(name, "int8", **axes), alone(name, "int8"))
+    assert_same(sampled(name, "int8", **axes), alone(name, "int8"))
     assert any(
         a.logprobs.tolist() != b.logprobs.tolist()
         for a, b in zip(alone(name, "int8"), alone(name), strict=True)

@@ -26,17 +26,17 @@ ONE = np.ones(1, np.int32)
 NOTHING = Partial(
     request=request(0), token_ids=ONE[:0], logprobs=np.ones(0, np.float32), versions=ONE[:0], seed=0
 )
-WISH = request(20, max_new_tokens=30, stop_token_ids=(), token_ids=np.arange(20, dtype=np.int32))
+REQUEST = request(20, max_new_tokens=30, stop_token_ids=(), token_ids=np.arange(20, dtype=np.int32))
 
 
-def caught_in_flight(sampler, wish: Request, *, with_kv: bool = True) -> Partial:
+def caught_in_flight(sampler, req: Request, *, with_kv: bool = True) -> Partial:
     """Start a request and save it as soon as it has drawn something."""
-    future = sampler.start_many([wish])[0]
+    future = sampler.start_many([req])[0]
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        partial = sampler.save(wish.request_id, stop=False, with_kv=with_kv)
+        partial = sampler.save(req.request_id, stop=False, with_kv=with_kv)
         if len(partial.token_ids):
-            sampler.save(wish.request_id, stop=True)
+            sampler.save(req.request_id, stop=True)
             assert future.result().stop is StopReason.CANCELLED
             return partial
     raise AssertionError("nothing was drawn in a minute")
@@ -45,7 +45,7 @@ def caught_in_flight(sampler, wish: Request, *, with_kv: bool = True) -> Partial
 @pytest.fixture(scope="module")
 def whole():
     sampler = make_sampler()
-    done = sampler.generate([WISH])[0]
+    done = sampler.generate([REQUEST])[0]
     sampler.close()
     return done
 
@@ -54,7 +54,7 @@ def whole():
 @pytest.mark.parametrize("with_kv", [True, False])
 def test_a_saved_request_goes_on_in_another_sampler(whole, with_kv, tmp_path) -> None:
     first = make_sampler(block=2)
-    partial = caught_in_flight(first, WISH, with_kv=with_kv)
+    partial = caught_in_flight(first, REQUEST, with_kv=with_kv)
     first.between_blocks(first.loop.batch.check_integrity)
     first.close()
     assert (partial.kv is not None) == with_kv
@@ -73,7 +73,7 @@ def test_a_saved_request_goes_on_in_another_sampler(whole, with_kv, tmp_path) ->
 @pytest.mark.full
 def test_what_has_drawn_elsewhere_overtakes_those_that_wait_and_have_not(whole) -> None:
     first = make_sampler(block=2)
-    partial = caught_in_flight(first, WISH)
+    partial = caught_in_flight(first, REQUEST)
     first.close()
     order: list[str] = []
     with make_sampler(slots=1, reserve=0.0) as second:
@@ -82,7 +82,7 @@ def test_what_has_drawn_elsewhere_overtakes_those_that_wait_and_have_not(whole) 
         for future in futures:
             future.add_done_callback(lambda done: order.append(done.result().request_id))
         tokens = [future.result(60).token_ids.tolist() for future in futures]
-    assert order == [WISH.request_id, "fresh0", "fresh1"]
+    assert order == [REQUEST.request_id, "fresh0", "fresh1"]
     assert tokens[2] == whole.token_ids.tolist()
 
 
@@ -103,7 +103,7 @@ def test_the_queue_keeps_the_order_among_those_that_have_drawn_and_among_the_oth
 @pytest.mark.full
 def test_kv_of_other_weights_is_not_used(whole) -> None:
     first = make_sampler(block=2)
-    partial = caught_in_flight(first, WISH)
+    partial = caught_in_flight(first, REQUEST)
     first.close()
     second = make_sampler(version=7)
     before = second.stats().prefill_tokens
@@ -131,16 +131,16 @@ def held(batch, name: str, when=lambda: True) -> tuple[threading.Event, threadin
 def test_progress_is_that_of_the_last_block_while_the_next_one_runs(whole) -> None:
     sampler = make_sampler(slots=1, block=4)
     sampler.generate([request(0)])
-    drawn = sampler.loop.batch.slots.drawn
-    entered, go_on = held(sampler.loop.batch, "wait_for_block", lambda: drawn.max() == 8)
-    running, waiting = sampler.start_many([WISH, replace(WISH, request_id="waits")])
+    sampled = sampler.loop.batch.slots.num_sampled
+    entered, go_on = held(sampler.loop.batch, "wait_for_block", lambda: sampled.max() == 8)
+    running, waiting = sampler.start_many([REQUEST, replace(REQUEST, request_id="waits")])
     assert entered.wait(60)
     (partial,) = sampler.progress()
     assert partial.token_ids.tolist() == whole.token_ids[:8].tolist()
-    late = replace(partial, request=replace(WISH, request_id="late"))
+    late = replace(partial, request=replace(REQUEST, request_id="late"))
     sampler.start_many([late])
-    told = {p.request.request_id: len(p.token_ids) for p in sampler.progress()}
-    assert told == {WISH.request_id: 8, "late": 8}, "also what was not taken in yet"
+    progress = {p.request.request_id: len(p.token_ids) for p in sampler.progress()}
+    assert progress == {REQUEST.request_id: 8, "late": 8}, "also what was not taken in yet"
     assert not running.done() and not waiting.done()
     go_on.set()
     assert running.result(60).token_ids.tolist() == whole.token_ids.tolist()
@@ -152,7 +152,7 @@ def test_progress_of_a_sampler_that_is_given_up_is_refused() -> None:
     sampler = make_sampler()
     sampler.generate([request(0)])
     entered, go_on = held(sampler.loop.batch, "admit")
-    sampler.start_many([WISH])
+    sampler.start_many([REQUEST])
     assert entered.wait(60)
     threading.Timer(0.3, sampler.abandon).start()
     with pytest.raises(Closed):
@@ -168,14 +168,14 @@ def test_progress_of_a_sampler_that_dies_meanwhile_is_its_error() -> None:
     start_block = batch.start_block
 
     def dies(weights):
-        if batch.slots.drawn.max() < 8:
+        if batch.slots.num_sampled.max() < 8:
             return start_block(weights)
         started.set()
         time.sleep(0.3)  # progress waits by then
         raise RuntimeError("injected")
 
     batch.start_block = dies
-    (lost,) = sampler.start_many([WISH])
+    (lost,) = sampler.start_many([REQUEST])
     assert started.wait(60)
     with pytest.raises(RuntimeError, match="injected"):
         sampler.progress()
@@ -189,8 +189,8 @@ def test_progress_leaves_it_to_the_sampler_to_hand_out() -> None:
     sampler = make_sampler(block=4)
     sampler.generate([request(0)])
     entered, go_on = held(sampler.loop.batch, "admit", lambda: bool(sampler.loop.finished))
-    short = replace(WISH, request_id="short", max_new_tokens=4)
-    ends, goes_on = sampler.start_many([short, WISH])
+    short = replace(REQUEST, request_id="short", max_new_tokens=4)
+    ends, goes_on = sampler.start_many([short, REQUEST])
     assert entered.wait(60)
     found: list[tuple[Partial, ...]] = []
     asks = threading.Thread(target=lambda: found.append(sampler.progress()))
@@ -199,7 +199,7 @@ def test_progress_leaves_it_to_the_sampler_to_hand_out() -> None:
     assert asks.is_alive() and not ends.done()
     go_on.set()
     asks.join(60)
-    assert ends.done() and [p.request.request_id for p in found[0]] == [WISH.request_id]
+    assert ends.done() and [p.request.request_id for p in found[0]] == [REQUEST.request_id]
     assert len(goes_on.result(60).token_ids) == 30
     sampler.close()
 
@@ -238,12 +238,12 @@ def test_save_kill_the_process_resume_in_a_new_one(whole, tmp_path) -> None:
 @pytest.mark.full
 def test_a_fork_goes_on_in_different_ways_from_one_prefix(whole) -> None:
     sampler = make_sampler(block=2)
-    partial = caught_in_flight(sampler, WISH)
+    partial = caught_in_flight(sampler, REQUEST)
     before = sampler.stats().prefill_tokens
     done = sampler.fork(partial, 3)
     n = len(partial.token_ids)
     assert sampler.stats().prefill_tokens - before <= 32, "the prefix was not computed three times"
-    assert [c.request_id for c in done] == [f"{WISH.request_id}/b{i}" for i in (1, 2, 3)]
+    assert [c.request_id for c in done] == [f"{REQUEST.request_id}/b{i}" for i in (1, 2, 3)]
     assert len({tuple(c.token_ids) for c in done}) == 3
     for c in done:
         assert c.token_ids[:n].tolist() == whole.token_ids[:n].tolist()
@@ -255,13 +255,13 @@ def test_a_fork_goes_on_in_different_ways_from_one_prefix(whole) -> None:
 
 @pytest.mark.full
 def test_extras_survive_a_save(tmp_path) -> None:
-    wish = request(
+    req = request(
         22, request_id="x", max_new_tokens=20, stop_token_ids=(), extras=True,
         sampling=SamplingParams(top_k=5),
     )  # fmt: skip
     sampler = make_sampler(block=2)
-    wanted = sampler.generate([wish])[0]
-    partial = caught_in_flight(sampler, wish)
+    wanted = sampler.generate([req])[0]
+    partial = caught_in_flight(sampler, req)
     save_partial(partial, tmp_path / "x.npz")
     done = sampler.resume([load_partial(tmp_path / "x.npz")])[0]
     sampler.close()
@@ -276,12 +276,12 @@ def test_what_is_wrong_is_said(tmp_path) -> None:
         sampler.save("nobody")
     empty = np.zeros(0, np.int32)
     partial = Partial(
-        request=WISH, token_ids=empty, logprobs=empty.astype(np.float32), versions=empty, seed=2
+        request=REQUEST, token_ids=empty, logprobs=empty.astype(np.float32), versions=empty, seed=2
     )
     with pytest.raises(RolloutError, match="of seed 2, this one has 1"):
         sampler.resume([partial])
     full = Partial(
-        request=WISH,
+        request=REQUEST,
         token_ids=np.zeros(30, np.int32),
         logprobs=np.zeros(30, np.float32),
         versions=np.zeros(30, np.int32),
@@ -312,7 +312,7 @@ def test_a_request_that_still_waits_can_be_saved_and_stopped() -> None:
 def test_forks_of_forks_are_all_different() -> None:
     empty = np.zeros(0, np.int32)
     root = Partial(
-        request=WISH, token_ids=empty, logprobs=empty.astype(np.float32), versions=empty, seed=0
+        request=REQUEST, token_ids=empty, logprobs=empty.astype(np.float32), versions=empty, seed=0
     )
     children = branches(root, 3)
     everybody = [root, *children]
@@ -333,13 +333,13 @@ def test_a_request_saved_in_bfloat16_goes_on_and_kv_of_another_cache_is_refused(
         return Sampler((SPEC, PARAMS), section=SECTION, settings=settings)
 
     with sampler() as first:
-        wanted = first.generate([WISH])[0]
-        save_partial(caught_in_flight(first, WISH), tmp_path / "one")
+        wanted = first.generate([REQUEST])[0]
+        save_partial(caught_in_flight(first, REQUEST), tmp_path / "one")
     saved = load_partial(tmp_path / "one")
     assert saved.kv.dtype == jnp.bfloat16
     with sampler() as second:
         assert second.resume([saved])[0].token_ids.tolist() == wanted.token_ids.tolist()
-        for kv, told in (
+        for kv, message in (
             (saved.kv[1:], "shape"),
             (saved.kv[..., :4], "shape"),
             (saved.kv.astype(np.float32), "float32"),
@@ -347,7 +347,7 @@ def test_a_request_saved_in_bfloat16_goes_on_and_kv_of_another_cache_is_refused(
             (np.concatenate([saved.kv] * 3, axis=2), "shape"),
             ("text", "not an array"),
         ):
-            with pytest.raises(RolloutError, match=told):
+            with pytest.raises(RolloutError, match=message):
                 second.resume([replace(saved, kv=kv)])
         for field, value in (
             ("versions", saved.versions[1:]),

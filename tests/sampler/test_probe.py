@@ -98,9 +98,9 @@ def test_checksums_of_weights_as_they_are_trained_decide(caplog):
 
 def test_a_difference_is_told_at_the_1st_2nd_4th_and_8th_time(caplog):
     caplog.set_level(logging.WARNING)
-    told = judge(tolerance=1e-9)
+    strict = judge(tolerance=1e-9)
     for version in range(1, 11):
-        told.judge(version, TRAINER + np.float32(1e-3), TRAINER, compared=True)
+        strict.judge(version, TRAINER + np.float32(1e-3), TRAINER, compared=True)
     versions = [int(r.getMessage().split("version ")[1].split(":")[0]) for r in caplog.records]
     assert versions == [1, 2, 4, 8]
 

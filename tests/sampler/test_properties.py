@@ -44,8 +44,8 @@ def crowded() -> Iterator[dict[str, Sampler]]:
     """One sampler for each crowd, with so few pages that sequences are preempted."""
     common = {"kv_memory_mib": PAGES_MIB, "prefill_chunk": 24}
     samplers = {
-        crowd: make_sampler(**{**common, **wishes}, weights=Script([]))
-        for crowd, wishes in CROWDS.items()
+        crowd: make_sampler(**{**common, **settings}, weights=Script([]))
+        for crowd, settings in CROWDS.items()
     }
     yield samplers
     for sampler in samplers.values():
@@ -108,7 +108,7 @@ def test_a_request_gives_what_it_gives_alone(crowded, crowd, plan, swaps) -> Non
 
 async def settle(sampler: Sampler) -> None:
     """Until what was cancelled is gone; then nothing is held but what the store says."""
-    while sampler.loop.batch.placed or sampler.loop.batch.queue:
+    while sampler.loop.batch.admitted or sampler.loop.batch.queue:
         await asyncio.sleep(0.005)
     sampler.between_blocks(sampler.loop.batch.check_integrity)
     cache = sampler.loop.batch.cache
@@ -129,10 +129,10 @@ def test_the_crowd_was_preempted_swapped_and_restarted(crowded) -> None:
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(numbers=st.lists(st.integers(0, 60), min_size=1, max_size=12))
 def test_log_probs_are_those_of_a_full_forward_pass(numbers) -> None:
-    wishes = [
+    requests = [
         request(n, request_id=f"r{i}", sampling=type(request(n).sampling)())
         for i, n in enumerate(numbers)
     ]
-    for wish, done in zip(wishes, roomy().generate(wishes), strict=True):
-        logprobs = logprobs_of(SPEC, PARAMS, np.concatenate([wish.token_ids, done.token_ids]))
-        np.testing.assert_allclose(done.logprobs, logprobs[len(wish.token_ids) :], atol=1e-5)
+    for req, done in zip(requests, roomy().generate(requests), strict=True):
+        logprobs = logprobs_of(SPEC, PARAMS, np.concatenate([req.token_ids, done.token_ids]))
+        np.testing.assert_allclose(done.logprobs, logprobs[len(req.token_ids) :], atol=1e-5)

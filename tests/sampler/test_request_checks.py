@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tiny import VOCAB, make_sampler, request
 
 from jaxrl_async.errors import ConfigError, RolloutError
-from jaxrl_async.sampler.request_checks import Room, checked_request
+from jaxrl_async.sampler.request_checks import RequestLimits, checked_request
 from jaxrl_async.sampler.router.router import Router
 from jaxrl_async.types import Request, SamplingParams
 
-ROOM = Room(max_length=64, max_new_tokens=32, vocab=VOCAB)
+ROOM = RequestLimits(max_length=64, max_new_tokens=32, vocab=VOCAB)
 GOOD = Request(request_id="one", token_ids=np.arange(5, dtype=np.int32), max_new_tokens=4)
 WRONG = {
     "request_id": [3, None, b"x"],
@@ -44,16 +44,16 @@ CASES = [(f, {f: v}) for f, values in WRONG.items() for v in values] + [
 ]
 
 
-@pytest.mark.parametrize(("field", "wish"), CASES, ids=range(len(CASES)))
-def test_what_is_wrong_is_refused_by_the_fields_name(field, wish) -> None:
+@pytest.mark.parametrize(("field", "changes"), CASES, ids=range(len(CASES)))
+def test_what_is_wrong_is_refused_by_the_fields_name(field, changes) -> None:
     with pytest.raises(RolloutError, match=field):
-        checked_request(replace(GOOD, **wish), ROOM)
+        checked_request(replace(GOOD, **changes), ROOM)
 
 
 def test_an_empty_prompt_is_not_told_to_be_shorter() -> None:
-    with pytest.raises(RolloutError, match=r"token_ids is empty.*Give at least one") as told:
+    with pytest.raises(RolloutError, match=r"token_ids is empty.*Give at least one") as caught:
         checked_request(replace(GOOD, token_ids=np.zeros(0, np.int32)), ROOM)
-    assert "horten" not in str(told.value)
+    assert "horten" not in str(caught.value)
 
 
 def test_what_is_no_request_is_refused() -> None:
@@ -65,8 +65,8 @@ def test_what_is_no_request_is_refused() -> None:
 def test_what_passes_is_a_copy_in_the_samplers_own_types() -> None:
     ids = np.arange(5, dtype=np.int64)
     sampling = SamplingParams(temperature=1, top_p=np.float32(0.5), top_k=np.int64(3))
-    wish = replace(GOOD, token_ids=ids, sampling=sampling, key=[np.int64(1), 2])
-    passed = checked_request(wish, ROOM)
+    req = replace(GOOD, token_ids=ids, sampling=sampling, key=[np.int64(1), 2])
+    passed = checked_request(req, ROOM)
     ids[:] = 40
     assert passed.token_ids.tolist() == [0, 1, 2, 3, 4] and passed.token_ids.dtype == np.int32
     assert passed.key == (1, 2) and type(passed.sampling.top_k) is int
@@ -88,8 +88,8 @@ anything = st.one_of(
     ),
     st.dictionaries(st.sampled_from(list(SamplingParams.__dataclass_fields__)), anything),
 )
-def test_anything_at_all_is_served_or_refused(wish, sampling) -> None:
-    given_ = replace(GOOD, **wish, sampling=replace(SamplingParams(), **sampling))
+def test_anything_at_all_is_served_or_refused(changes, sampling) -> None:
+    given_ = replace(GOOD, **changes, sampling=replace(SamplingParams(), **sampling))
     try:
         passed = checked_request(given_, ROOM)
     except RolloutError:
@@ -104,10 +104,10 @@ def test_a_malformed_request_hurts_no_neighbour_in_a_sampler_or_behind_a_router(
     with make_sampler() as sampler, Router([make_sampler()]) as router:
         wanted = [c.token_ids.tolist() for c in sampler.generate(neighbours)]
         futures = sampler.start_many(neighbours)
-        for _, wish in CASES:
+        for _, changes in CASES:
             for part in (sampler, router):
                 with pytest.raises(RolloutError):
-                    part.generate([replace(GOOD, **wish)])
+                    part.generate([replace(GOOD, **changes)])
         assert [f.result(60).token_ids.tolist() for f in futures] == wanted
         assert [c.token_ids.tolist() for c in router.generate(neighbours)] == wanted
         assert sampler.error is None and router.living == 1

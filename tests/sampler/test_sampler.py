@@ -52,7 +52,7 @@ def sampler() -> Iterator[Sampler]:
     sampler.close()
 
 
-def request(number: int, **wishes: object) -> Request:
+def request(number: int, **changes: object) -> Request:
     random = np.random.default_rng(number)
     base: dict = {
         "request_id": f"g{number}/m0/t0",
@@ -60,7 +60,7 @@ def request(number: int, **wishes: object) -> Request:
         "max_new_tokens": int(random.integers(4, 30)),
         "key": (number, 0),
     }
-    return Request(**{**base, **wishes})
+    return Request(**{**base, **changes})
 
 
 def mixed() -> list[Request]:
@@ -81,8 +81,8 @@ def assert_same(first: Completion, second: Completion) -> None:
 
 def test_a_request_alone_gives_what_it_gives_in_a_crowd(sampler: Sampler) -> None:
     crowd = sampler.generate(mixed())
-    for wish, together in zip(mixed(), crowd, strict=True):
-        assert_same(together, sampler.generate([wish])[0])
+    for req, together in zip(mixed(), crowd, strict=True):
+        assert_same(together, sampler.generate([req])[0])
 
 
 def test_the_same_requests_run_twice_give_the_same_bits(sampler: Sampler) -> None:
@@ -93,26 +93,26 @@ def test_the_same_requests_run_twice_give_the_same_bits(sampler: Sampler) -> Non
 
 def test_members_of_a_group_differ_and_share_one_prefill(sampler: Sampler) -> None:
     prompt = request(1).token_ids
-    wishes = [request(1, key=(1, m), max_new_tokens=20, token_ids=prompt) for m in range(4)]
-    drawn = {tuple(c.token_ids) for c in sampler.generate(wishes)}
-    assert len(drawn) == 4
+    requests = [request(1, key=(1, m), max_new_tokens=20, token_ids=prompt) for m in range(4)]
+    sampled = {tuple(c.token_ids) for c in sampler.generate(requests)}
+    assert len(sampled) == 4
     assert sampler.stats().prefill_tokens == len(prompt)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_those_of_a_full_forward_pass(sampler: Sampler, temperature: float) -> None:
-    wishes = [request(i, sampling=SamplingParams(temperature=temperature)) for i in range(5)]
-    for wish, done in zip(wishes, sampler.generate(wishes), strict=True):
-        ids = np.concatenate([wish.token_ids, done.token_ids])
+    requests = [request(i, sampling=SamplingParams(temperature=temperature)) for i in range(5)]
+    for req, done in zip(requests, sampler.generate(requests), strict=True):
+        ids = np.concatenate([req.token_ids, done.token_ids])
         logprobs = logprobs_of(SPEC, PARAMS, ids, DecoderSettings(temperature=temperature))
-        np.testing.assert_allclose(done.logprobs, logprobs[len(wish.token_ids) :], atol=1e-5)
+        np.testing.assert_allclose(done.logprobs, logprobs[len(req.token_ids) :], atol=1e-5)
 
 
 def test_a_swap_in_mid_sequence_marks_each_token_with_the_weights_of_its_logits() -> None:
     source = Script([VersionedParams(version=3, params=OTHER)])
     sampler = Sampler((SPEC, PARAMS), section=SECTION, weights=source)
-    wish = request(5, max_new_tokens=24, sampling=SamplingParams(temperature=0.0))
-    done = sampler.generate([wish])[0]
+    req = request(5, max_new_tokens=24, sampling=SamplingParams(temperature=0.0))
+    done = sampler.generate([req])[0]
     compiled = sampler.stats().compiled_programs
     versions = done.versions.tolist()
     swap = versions.index(3)
@@ -120,10 +120,10 @@ def test_a_swap_in_mid_sequence_marks_each_token_with_the_weights_of_its_logits(
     assert source.went_live == [3]
     assert (swap - 1) % SECTION.block == 0, "the first token after a swap has old logits"
     old = Sampler((SPEC, PARAMS), section=SECTION)
-    assert done.token_ids[:swap].tolist() == old.generate([wish])[0].token_ids[:swap].tolist()
+    assert done.token_ids[:swap].tolist() == old.generate([req])[0].token_ids[:swap].tolist()
     old.close()
     source.updates.append(VersionedParams(version=4, params=PARAMS))
-    assert set(sampler.generate([wish])[0].versions.tolist()) == {4}
+    assert set(sampler.generate([req])[0].versions.tolist()) == {4}
     assert sampler.stats().compiled_programs == compiled, "a swap must not recompile"
     assert sampler.stats().swaps == 2
     sampler.close()
@@ -142,8 +142,8 @@ def test_weights_that_disagree_on_the_probe_stop_the_sampler_with_a_reason() -> 
 
 def test_a_request_whose_end_raises_fails_alone(monkeypatch) -> None:
     sampler = Sampler((SPEC, PARAMS), section=SECTION)
-    wishes = [request(i, max_new_tokens=6, stop_token_ids=()) for i in range(2)]
-    sampler.generate(wishes[:1])
+    requests = [request(i, max_new_tokens=6, stop_token_ids=()) for i in range(2)]
+    sampler.generate(requests[:1])
     gone = []
 
     def fails_on_the_second(batch, sequence):
@@ -153,34 +153,34 @@ def test_a_request_whose_end_raises_fails_alone(monkeypatch) -> None:
         return ended(batch, sequence)
 
     monkeypatch.setattr("jaxrl_async.sampler.decode_loop.ended", fails_on_the_second)
-    futures = sampler.start_many([replace(w, request_id=f"again {w.request_id}") for w in wishes])
+    futures = sampler.start_many([replace(w, request_id=f"again {w.request_id}") for w in requests])
     assert len(futures[0].result(timeout=60).token_ids) == 6
     with pytest.raises(RuntimeError, match="injected"):
         futures[1].result(timeout=60)
-    assert len(sampler.generate(wishes)) == 2 and sampler.stats().failed == 1
+    assert len(sampler.generate(requests)) == 2 and sampler.stats().failed == 1
     sampler.between_blocks(sampler.loop.batch.check_integrity)
     sampler.close()
 
 
 def test_a_stop_token_ends_a_completion_and_is_its_last_token(sampler: Sampler) -> None:
-    wish = request(2, max_new_tokens=30, sampling=SamplingParams(temperature=0.0))
-    free = sampler.generate([wish])[0]
+    req = request(2, max_new_tokens=30, sampling=SamplingParams(temperature=0.0))
+    free = sampler.generate([req])[0]
     stop = int(free.token_ids[5])
     first = free.token_ids.tolist().index(stop)
-    again = request(2, max_new_tokens=30, sampling=wish.sampling, stop_token_ids=(stop,))
+    again = request(2, max_new_tokens=30, sampling=req.sampling, stop_token_ids=(stop,))
     stopped = sampler.generate([again])[0]
     assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist()
     assert (stopped.stop, free.stop) == (StopReason.EOS, StopReason.LENGTH)
 
 
 def test_forced_lengths_ignore_stop_tokens(sampler: Sampler) -> None:
-    wish = request(2, forced_length=17, stop_token_ids=tuple(range(8)))
-    assert len(sampler.generate([wish])[0].token_ids) == 17
+    req = request(2, forced_length=17, stop_token_ids=tuple(range(8)))
+    assert len(sampler.generate([req])[0].token_ids) == 17
 
 
 def test_prompt_and_answer_may_fill_the_slot(sampler: Sampler) -> None:
-    wish = request(3, token_ids=np.arange(48, dtype=np.int32) % 48, max_new_tokens=16)
-    done = sampler.generate([wish])[0]
+    req = request(3, token_ids=np.arange(48, dtype=np.int32) % 48, max_new_tokens=16)
+    done = sampler.generate([req])[0]
     assert len(done.token_ids) == 16 and done.stop is StopReason.LENGTH
 
 
@@ -195,24 +195,24 @@ def test_an_answer_that_cannot_be_so_long_is_refused_not_cut(sampler: Sampler) -
 
 def test_a_sampler_without_settings_draws_as_much_as_is_asked_within_the_models_length() -> None:
     with Sampler((replace(SPEC, max_positions=300), PARAMS)) as sampler:
-        wish = request(3, max_new_tokens=200, stop_token_ids=())
-        assert len(sampler.generate([wish])[0].token_ids) == 200
+        req = request(3, max_new_tokens=200, stop_token_ids=())
+        assert len(sampler.generate([req])[0].token_ids) == 200
         with pytest.raises(RolloutError, match=r"max_length \(300\)"):
             sampler.generate([request(3, max_new_tokens=299)])
 
 
 def test_samples_of_one_prompt_differ_unless_their_keys_are_equal() -> None:
     prompt = np.arange(5, dtype=np.int32)
-    wishes = [Request(request_id=f"s{i}", token_ids=prompt, max_new_tokens=12) for i in range(4)]
-    drawn = []
+    requests = [Request(request_id=f"s{i}", token_ids=prompt, max_new_tokens=12) for i in range(4)]
+    sampled = []
     for _ in range(2):  # the keys come from the seed and a counter
         with Sampler((SPEC, PARAMS), section=SECTION) as sampler:
-            both = [*sampler.generate(wishes), *sampler.generate(wishes)]
+            both = [*sampler.generate(requests), *sampler.generate(requests)]
             assert len({tuple(c.token_ids) for c in both}) == 8
-            same = [replace(w, key=(0, 0)) for w in wishes]
+            same = [replace(w, key=(0, 0)) for w in requests]
             assert len({tuple(c.token_ids) for c in sampler.generate(same)}) == 1
-        drawn.append([c.token_ids.tolist() for c in both])
-    assert drawn[0] == drawn[1]
+        sampled.append([c.token_ids.tolist() for c in both])
+    assert sampled[0] == sampled[1]
 
 
 def test_a_prompt_that_fits_no_slot_is_refused_by_name(sampler: Sampler) -> None:
@@ -240,14 +240,14 @@ def test_what_a_cancelled_request_had_drawn_is_counted(sampler: Sampler) -> None
     )
 
     def cancel_once_drawn() -> int:
-        drawn = sum(len(p.token_ids) for p in sampler.loop.unfinished())
-        return drawn if drawn and future.cancel() else 0
+        sampled = sum(len(p.token_ids) for p in sampler.loop.unfinished())
+        return sampled if sampled and future.cancel() else 0
 
-    while not (drawn := sampler.between_blocks(cancel_once_drawn)):
+    while not (sampled := sampler.between_blocks(cancel_once_drawn)):
         assert not future.done(), "a command comes between two blocks"
     sampler.generate([request(2)])
     stats = sampler.stats()
-    assert (stats.cancelled, stats.cancelled_tokens) == (1, drawn)
+    assert (stats.cancelled, stats.cancelled_tokens) == (1, sampled)
 
 
 def test_with_a_slot_for_each_member_the_first_to_end_are_the_same_each_time() -> None:
@@ -266,12 +266,12 @@ def test_with_a_slot_for_each_member_the_first_to_end_are_the_same_each_time() -
         )
         return [e.token_ids.tolist() for e in episodes]
 
-    drawn = []
+    sampled = []
     for _ in range(2):
         sampler = Sampler((SPEC, PARAMS), section=SECTION)
-        drawn.append(asyncio.run(play(sampler)))
+        sampled.append(asyncio.run(play(sampler)))
         sampler.close()
-    assert drawn[0] == drawn[1] and len(drawn[0]) == 2
+    assert sampled[0] == sampled[1] and len(sampled[0]) == 2
 
 
 def test_closing_wakes_who_still_waits() -> None:
@@ -310,7 +310,7 @@ def test_a_thousand_requests_leave_nothing_behind(sampler: Sampler) -> None:
     done = sampler.generate([request(i, max_new_tokens=3) for i in range(1000)])
     stats = sampler.stats()
     assert len(done) == stats.requests_done == 1000
-    assert not sampler.loop.batch.placed and not sampler.loop.batch.queue
+    assert not sampler.loop.batch.admitted and not sampler.loop.batch.queue
     sampler.loop.batch.check_integrity()
     assert threading.active_count() <= threads + 1
     assert stats.used_slot_steps == sum(len(c.token_ids) for c in done)
@@ -318,19 +318,19 @@ def test_a_thousand_requests_leave_nothing_behind(sampler: Sampler) -> None:
 
 def test_a_sampler_that_starts_again_compiles_nothing() -> None:
     """Else each one that died would leave programs in memory."""
-    wishes = [request(i) for i in range(3)]
+    requests = [request(i) for i in range(3)]
     for attempt in range(2):
         seen: list[str] = []
 
-        def told(event: str, seconds: float, seen: list[str] = seen, **_: object) -> None:
+        def record(event: str, seconds: float, seen: list[str] = seen, **_: object) -> None:
             seen.append(event)
 
-        jax.monitoring.register_event_duration_secs_listener(told)
+        jax.monitoring.register_event_duration_secs_listener(record)
         try:
             sampler = Sampler((SPEC, PARAMS), section=SECTION.model_copy(update={"slots": 3}))
-            sampler.generate(wishes)
+            sampler.generate(requests)
             sampler.close()
         finally:
-            jax.monitoring.unregister_event_duration_listener(told)
+            jax.monitoring.unregister_event_duration_listener(record)
         compiled = [event for event in seen if "backend_compile" in event]
         assert bool(compiled) == (attempt == 0), "the same programs serve the second"

@@ -35,7 +35,7 @@ from jaxrl_async.types import (
     VersionedParams,
 )
 
-WISH = LogprobRequest(prompt=True, top=5, ids=(3, 7))
+LOGPROBS = LogprobRequest(prompt=True, top=5, ids=(3, 7))
 CLOSE = 1e-5
 
 
@@ -56,15 +56,15 @@ def distributions(ids: np.ndarray, other: bool = False) -> np.ndarray:
     return _distributions(np.ascontiguousarray(ids, np.int32).tobytes(), other)
 
 
-def check(found: PositionLogprobs, wanted: np.ndarray, tokens: np.ndarray, wish: LogprobRequest):
+def check(found: PositionLogprobs, wanted: np.ndarray, tokens: np.ndarray, req: LogprobRequest):
     """Compare log-probs with those of float64 distributions [n, vocab]."""
     n = np.arange(len(tokens))
-    order = np.argsort(-wanted, axis=-1, kind="stable")[:, : wish.top]
+    order = np.argsort(-wanted, axis=-1, kind="stable")[:, : req.top]
     assert found.top_ids.tolist() == order.tolist()
     for ours, theirs in (
         (found.logprobs, wanted[n, tokens]),
         (found.top_logprobs, np.take_along_axis(wanted, order, -1)),
-        (found.id_logprobs, wanted[:, list(wish.ids)]),
+        (found.id_logprobs, wanted[:, list(req.ids)]),
     ):
         assert ours.dtype == np.float32
         np.testing.assert_allclose(ours, theirs, atol=CLOSE, rtol=0)
@@ -78,26 +78,26 @@ def rows(found: PositionLogprobs, begin: int) -> PositionLogprobs:
 
 def check_prompt(asked: Request, done: Completion, other: bool = False) -> None:
     """Compare a prompt's log-probs with float64; those that are not wanted are NaN."""
-    found, wish, ids = done.prompt_logprobs, asked.logprobs, asked.token_ids
-    assert found is not None and wish is not None and len(found.logprobs) == len(ids)
-    first = max(wish.start, 1)
+    found, req, ids = done.prompt_logprobs, asked.logprobs, asked.token_ids
+    assert found is not None and req is not None and len(found.logprobs) == len(ids)
+    first = max(req.start, 1)
     assert np.isnan(found.logprobs[:first]).all() and (found.top_ids[:first] == -1).all()
     assert np.isnan(found.top_logprobs[:first]).all() and np.isnan(found.id_logprobs[:first]).all()
-    check(rows(found, first), distributions(ids, other)[first - 1 : -1], ids[first:], wish)
+    check(rows(found, first), distributions(ids, other)[first - 1 : -1], ids[first:], req)
 
 
 def check_answer(asked: Request, done: Completion) -> None:
     """Compare the log-probs of generated tokens with the distributions that they are sampled
     from."""
-    wish, found = asked.logprobs, done.top_logprobs
-    assert wish is not None and found is not None
+    req, found = asked.logprobs, done.top_logprobs
+    assert req is not None and found is not None
     ids, begin = np.concatenate([asked.token_ids, done.token_ids]), len(asked.token_ids)
     how = asked.sampling
     logits = distributions(ids)[begin - 1 : -1] / (how.temperature or 1.0)
     wanted = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     np.testing.assert_array_equal(found.logprobs, done.logprobs)
     if not how.truncates:
-        check(found, wanted, done.token_ids, wish)
+        check(found, wanted, done.token_ids, req)
     elif how.temperature:  # of those that are kept, renormalised
         assert (found.top_logprobs[:, 0] > wanted.max(-1) - CLOSE).all()
         assert (np.isneginf(found.id_logprobs) | (found.id_logprobs <= 0)).all()
@@ -107,7 +107,7 @@ def check_answer(asked: Request, done: Completion) -> None:
 
 def scoring(number: int, **more: object) -> Request:
     """A request that only scores."""
-    return request(number, **{"max_new_tokens": 0, "logprobs": WISH, **more})
+    return request(number, **{"max_new_tokens": 0, "logprobs": LOGPROBS, **more})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def scoring(number: int, **more: object) -> Request:
 )
 def test_every_way_of_a_prefill_gives_the_log_probs_of_the_definition(settings) -> None:
     asked = [
-        request(i, logprobs=WISH, max_new_tokens=0 if i % 2 else 6, stop_token_ids=())
+        request(i, logprobs=LOGPROBS, max_new_tokens=0 if i % 2 else 6, stop_token_ids=())
         for i in range(8)
     ]
     with make_sampler(**settings) as sampler:
@@ -152,9 +152,9 @@ def test_generated_tokens_have_log_probs_of_their_own_distribution() -> None:
     """Tempered, greedy (of the untempered one) and truncated, in one batch with plain requests."""
     hot = SamplingParams(temperature=1.7)
     kinds = (hot, SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_k=4))
-    wish = LogprobRequest(top=6, ids=(3, 7, 11))
+    req = LogprobRequest(top=6, ids=(3, 7, 11))
     asked = [
-        request(i, sampling=kinds[i % 3], logprobs=wish, max_new_tokens=8, stop_token_ids=())
+        request(i, sampling=kinds[i % 3], logprobs=req, max_new_tokens=8, stop_token_ids=())
         for i in range(6)
     ]
     with make_sampler() as sampler:
@@ -173,7 +173,7 @@ def random_requests(seed: int, count: int) -> list[Request]:
     prompts = [rng.integers(0, VOCAB, rng.integers(1, 40)).astype(np.int32) for _ in range(6)]
     for i in range(count):
         ids = prompts[int(rng.integers(6))]
-        wish = LogprobRequest(
+        req = LogprobRequest(
             prompt=bool(rng.integers(2)),
             start=int(rng.integers(len(ids) + 1)) if rng.integers(2) else 0,
             top=int(rng.choice([0, 1, 5, 20])),
@@ -185,8 +185,8 @@ def random_requests(seed: int, count: int) -> list[Request]:
                 i,
                 request_id=f"r{seed}.{i}",
                 token_ids=ids,
-                logprobs=None if plain else wish,
-                max_new_tokens=0 if wish.prompt and not plain and rng.integers(2) else 12,
+                logprobs=None if plain else req,
+                max_new_tokens=0 if req.prompt and not plain and rng.integers(2) else 12,
             )
         )
     return found
@@ -252,7 +252,9 @@ def test_a_score_needs_no_slot_and_waits_for_no_answer() -> None:
 def test_members_of_a_group_share_a_scored_prefill() -> None:
     prompt = np.arange(40, dtype=np.int32)
     asked = [
-        request(i, token_ids=prompt, logprobs=WISH, max_new_tokens=4 * (i < 3), stop_token_ids=())
+        request(
+            i, token_ids=prompt, logprobs=LOGPROBS, max_new_tokens=4 * (i < 3), stop_token_ids=()
+        )
         for i in range(5)
     ]
     with make_sampler() as sampler:
@@ -269,8 +271,8 @@ def test_stored_kv_is_used_before_the_first_scored_position_alone() -> None:
         sampler.generate([request(0, token_ids=prompt)])
         for start, wanted in ((0, 0), (1, 0), (17, 16), (32, 16), (33, 32), (43, 32)):
             before = sampler.stats()
-            wish = replace(WISH, start=start)
-            one = scoring(1, token_ids=prompt, logprobs=wish)
+            req = replace(LOGPROBS, start=start)
+            one = scoring(1, token_ids=prompt, logprobs=req)
             check_prompt(one, sampler.generate([one])[0])
             after = sampler.stats()
             assert after.prefix_hit_tokens - before.prefix_hit_tokens == wanted
@@ -285,7 +287,7 @@ def test_all_log_probs_of_a_prompt_are_by_one_version(mode: str) -> None:
     source = Script([VersionedParams(version=1, params=OTHER)], after=4)
     settings = {"prefill_chunk": 3, "on_new_weights": mode, "block": 1}
     with make_sampler(weights=source, **settings) as sampler:
-        asked = [scoring(1, token_ids=prompt), request(2, token_ids=prompt, logprobs=WISH)]
+        asked = [scoring(1, token_ids=prompt), request(2, token_ids=prompt, logprobs=LOGPROBS)]
         for one, done in zip(asked, sampler.generate(asked), strict=True):
             version = done.prompt_logprobs.version
             assert version == (0 if mode == "drain" else 1)
@@ -313,7 +315,9 @@ def test_a_request_is_scored_with_its_adapter() -> None:
 
 
 def test_a_saved_request_keeps_its_log_probs(tmp_path) -> None:
-    one = request(1, logprobs=WISH, max_new_tokens=24, stop_token_ids=(), sampling=SamplingParams())
+    one = request(
+        1, logprobs=LOGPROBS, max_new_tokens=24, stop_token_ids=(), sampling=SamplingParams()
+    )
     with make_sampler() as sampler:
         held, future = Held(sampler, 8), sampler.start_many([one])[0]
         (saved,) = held.meanwhile(lambda: sampler.save(one.request_id))
@@ -343,7 +347,7 @@ def test_a_router_scores_through_any_of_its_samplers() -> None:
 @pytest.mark.full
 def test_a_vocabulary_divided_over_a_mesh_gives_the_same() -> None:
     with make_sampler(mesh=mesh_of(tensor=2)) as sampler:
-        asked = [scoring(1), request(2, logprobs=WISH, sampling=SamplingParams())]
+        asked = [scoring(1), request(2, logprobs=LOGPROBS, sampling=SamplingParams())]
         done = sampler.generate(asked)
     for one, found in zip(asked, done, strict=True):
         check_prompt(one, found)
@@ -351,7 +355,7 @@ def test_a_vocabulary_divided_over_a_mesh_gives_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "problem"),
+    ("changes", "problem"),
     [
         ({"logprobs": LogprobRequest(top=129)}, "logprobs.top must be a whole number from 0 to 48"),
         ({"logprobs": LogprobRequest(ids=(48,))}, "logprobs.ids must be .* from 0 to 47, not 48"),
@@ -363,9 +367,9 @@ def test_a_vocabulary_divided_over_a_mesh_gives_the_same() -> None:
         ({"max_new_tokens": 0, "logprobs": LogprobRequest(top=1)}, "from 1"),
     ],
 )
-def test_what_no_sampler_can_score_is_refused(wish: dict, problem: str) -> None:
+def test_what_no_sampler_can_score_is_refused(changes: dict, problem: str) -> None:
     with make_sampler() as sampler, pytest.raises(RolloutError, match=problem):
-        sampler.generate([request(1, **wish)])
+        sampler.generate([request(1, **changes)])
 
 
 def test_a_prompt_that_is_only_scored_may_fill_the_sampler() -> None:
@@ -414,12 +418,12 @@ def test_the_head_is_applied_to_a_few_tokens_at_a_time(monkeypatch) -> None:
     )
     order = np.argsort(-wanted, axis=-1)[:, :8]
     assert ours.part(slice(count)).top_ids.tolist() == order.tolist()
-    for values, said in (
+    for values, expected in (
         (ours.logprobs, wanted[np.arange(count), targets[:count]]),
         (ours.top_logprobs, np.take_along_axis(wanted, order, -1)),
         (ours.id_logprobs, np.take_along_axis(wanted, ids[rows[:count]], -1)),
     ):
-        np.testing.assert_allclose(values[:count], said, atol=CLOSE, rtol=0)
+        np.testing.assert_allclose(values[:count], expected, atol=CLOSE, rtol=0)
     assert not ours.logprobs[24:].any(), "the fourth turn has no token to score"
 
 
@@ -457,14 +461,14 @@ def test_the_logits_of_a_long_prompt_are_never_in_memory_together(kernels: bool)
 
 
 def test_a_continued_answer_and_a_prompt_of_the_same_tokens_are_scored_apart() -> None:
-    """The answer was saved without log-probs of its prompt, and is resumed with a wish for them."""
+    """The answer was saved without log-probs of its prompt; its resumed request asks for them."""
     asked = request(4, max_new_tokens=8, stop_token_ids=(), sampling=SamplingParams())
-    wish = LogprobRequest(prompt=True)
+    req = LogprobRequest(prompt=True)
     with make_sampler() as sampler:
         (done,) = sampler.generate([asked])
-        saved = Partial(request=replace(asked, logprobs=wish), seed=0, **done.first(5, 0).columns)
+        saved = Partial(request=replace(asked, logprobs=req), seed=0, **done.first(5, 0).columns)
         whole = np.concatenate([asked.token_ids, done.token_ids[:5]])
-        fresh = request(5, token_ids=whole, logprobs=wish)
+        fresh = request(5, token_ids=whole, logprobs=req)
         for order in ([saved, fresh], [fresh, saved]):
             answers = dict(zip(map(id, order), sampler.resume(order), strict=True))
             check_prompt(saved.request, answers[id(saved)])
@@ -480,4 +484,4 @@ def test_cancelled_scores_leave_nothing_behind() -> None:
         for number in range(1, 12, 2):
             check_prompt(scoring(number), futures[number].result(60))
         sampler.between_blocks(sampler.loop.batch.check_integrity)
-        assert not sampler.loop.batch.placed and not len(sampler.loop.batch.queue)
+        assert not sampler.loop.batch.admitted and not len(sampler.loop.batch.queue)

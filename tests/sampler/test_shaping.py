@@ -63,13 +63,13 @@ def test_log_probs_are_those_of_the_formulas(number: int, temperature: float) ->
 
 
 def test_shaped_requests_do_not_depend_on_slots_or_preemption() -> None:
-    wishes = [asked(70 + i, CASES[i % 5], key=(i, 0)) for i in range(8)]
+    requests = [asked(70 + i, CASES[i % 5], key=(i, 0)) for i in range(8)]
     plain = asked(90, None)
     roomy, crowded = make_sampler(), make_sampler(kv_memory_mib=8 * 16 * 2 * 2 * 2 * 8 * 4 / 2**20)
     with roomy, crowded, make_sampler(slots=1) as narrow:
-        together = roomy.generate([*wishes, plain])
-        squeezed = crowded.generate([*wishes, plain])
-        alone = [narrow.generate([one])[0] for one in (*wishes, plain)]
+        together = roomy.generate([*requests, plain])
+        squeezed = crowded.generate([*requests, plain])
+        alone = [narrow.generate([one])[0] for one in (*requests, plain)]
         assert crowded.stats().preempted
     for one, other, third in zip(together, squeezed, alone, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
@@ -78,13 +78,13 @@ def test_shaped_requests_do_not_depend_on_slots_or_preemption() -> None:
 
 
 def test_reserve_slots_have_their_own_counts() -> None:
-    wishes = [asked(100 + i, CASES[i % 4], max_new_tokens=3 + 5 * (i % 3)) for i in range(9)]
+    requests = [asked(100 + i, CASES[i % 4], max_new_tokens=3 + 5 * (i % 3)) for i in range(9)]
     section = schema.SamplerSection(
         slots=2, reserve=1.0, max_length=64, max_new_tokens=32, block=8, page_tokens=16
     )
     with Sampler((SPEC, PARAMS), section=section) as sampler, make_sampler(slots=1) as narrow:
-        for wish, done in zip(wishes, sampler.generate(wishes), strict=True):
-            (own,) = narrow.generate([wish])
+        for req, done in zip(requests, sampler.generate(requests), strict=True):
+            (own,) = narrow.generate([req])
             np.testing.assert_array_equal(done.token_ids, own.token_ids)
             np.testing.assert_allclose(done.logprobs, own.logprobs, atol=1e-5)
 

@@ -14,21 +14,21 @@ from jaxrl_async.types import SamplingParams, VersionedParams
 pytestmark = pytest.mark.full
 
 
-def long_request(number: int = 5, **wishes: object):
+def long_request(number: int = 5, **changes: object):
     greedy = SamplingParams(temperature=0.0)
     base = {"max_new_tokens": 24, "sampling": greedy, "stop_token_ids": ()}
     prompt = np.arange(1, 18, dtype=np.int32) + number
-    return request(number, **{"token_ids": prompt, **base, **wishes})
+    return request(number, **{"token_ids": prompt, **base, **changes})
 
 
-def forward_logprobs(params, prompt: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    return logprobs_of(SPEC, params, np.concatenate([prompt, drawn]))[len(prompt) :]
+def forward_logprobs(params, prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    return logprobs_of(SPEC, params, np.concatenate([prompt, sampled]))[len(prompt) :]
 
 
-def one_swap(mode: str, **wishes: object):
+def one_swap(mode: str, **changes: object):
     """Swap from PARAMS (version 0) to OTHER (version 3) in mid-sequence."""
     source = Script([VersionedParams(version=3, params=OTHER)], after=3)
-    sampler = make_sampler(weights=source, on_new_weights=mode, **wishes)
+    sampler = make_sampler(weights=source, on_new_weights=mode, **changes)
     wishes_ = [long_request(1), long_request(2), long_request(3)]
     done = sampler.generate(wishes_)
     # an idle sampler polls no script: one more request lets a drained swap happen
@@ -40,65 +40,65 @@ def one_swap(mode: str, **wishes: object):
     return wishes_, done, stats
 
 
-def old_tokens(wish) -> list[int]:
+def old_tokens(req) -> list[int]:
     sampler = make_sampler()
-    tokens = sampler.generate([wish])[0].token_ids.tolist()
+    tokens = sampler.generate([req])[0].token_ids.tolist()
     sampler.close()
     return tokens
 
 
 def test_recompute_keeps_the_tokens_and_makes_their_kv_again() -> None:
-    wishes, done, stats = one_swap("recompute")
-    assert stats.recomputed_tokens >= sum(len(w.token_ids) for w in wishes)
-    for wish, c in zip(wishes, done, strict=True):
+    requests, done, stats = one_swap("recompute")
+    assert stats.recomputed_tokens >= sum(len(w.token_ids) for w in requests)
+    for req, c in zip(requests, done, strict=True):
         swap = c.versions.tolist().index(3)
         assert 0 < swap < 24
-        assert c.token_ids[:swap].tolist() == old_tokens(wish)[:swap]
-        new = forward_logprobs(OTHER, wish.token_ids, c.token_ids)
-        old = forward_logprobs(PARAMS, wish.token_ids, c.token_ids)
+        assert c.token_ids[:swap].tolist() == old_tokens(req)[:swap]
+        new = forward_logprobs(OTHER, req.token_ids, c.token_ids)
+        old = forward_logprobs(PARAMS, req.token_ids, c.token_ids)
         np.testing.assert_allclose(c.logprobs[:swap], old[:swap], atol=1e-5)
         np.testing.assert_allclose(c.logprobs[swap:], new[swap:], atol=1e-5)
 
 
 def test_continue_keeps_the_kv_so_later_tokens_see_a_mixture() -> None:
-    wishes, done, stats = one_swap("continue")
+    requests, done, stats = one_swap("continue")
     assert stats.recomputed_tokens == 0
-    for wish, c in zip(wishes, done, strict=True):
+    for req, c in zip(requests, done, strict=True):
         swap = c.versions.tolist().index(3)
-        assert c.token_ids[:swap].tolist() == old_tokens(wish)[:swap]
-        new = forward_logprobs(OTHER, wish.token_ids, c.token_ids)
+        assert c.token_ids[:swap].tolist() == old_tokens(req)[:swap]
+        new = forward_logprobs(OTHER, req.token_ids, c.token_ids)
         assert np.abs(c.logprobs[swap:] - new[swap:]).max() > 1e-3, "not a pure forward pass"
 
 
 def test_drain_lets_running_sequences_end_on_the_old_weights() -> None:
-    wishes, done, _ = one_swap("drain")
-    for wish, c in zip(wishes, done, strict=True):
+    requests, done, _ = one_swap("drain")
+    for req, c in zip(requests, done, strict=True):
         assert set(c.versions.tolist()) == {0}
-        assert c.token_ids.tolist() == old_tokens(wish)
+        assert c.token_ids.tolist() == old_tokens(req)
 
 
 def test_restart_draws_everything_again_by_the_new_weights() -> None:
-    wishes, done, stats = one_swap("restart")
+    requests, done, stats = one_swap("restart")
     assert stats.restarted == 3 and stats.discarded_tokens > 0
-    for wish, c in zip(wishes, done, strict=True):
+    for req, c in zip(requests, done, strict=True):
         assert set(c.versions.tolist()) == {3}
-        new = forward_logprobs(OTHER, wish.token_ids, c.token_ids)
+        new = forward_logprobs(OTHER, req.token_ids, c.token_ids)
         np.testing.assert_allclose(c.logprobs, new, atol=1e-5)
 
 
 def test_a_later_request_never_sees_kv_of_older_weights() -> None:
     source = Script([], after=0)
     sampler = make_sampler(weights=source)
-    wish = long_request(6, max_new_tokens=4)
-    sampler.generate([wish])
+    req = long_request(6, max_new_tokens=4)
+    sampler.generate([req])
     assert sampler.stats().prefix_hit_tokens == 0
-    sampler.generate([wish])
+    sampler.generate([req])
     assert sampler.stats().prefix_hit_tokens == 16, "same weights: the first page is found"
     source.updates.append(VersionedParams(version=1, params=OTHER))
-    done = sampler.generate([wish])[0]
+    done = sampler.generate([req])[0]
     assert sampler.stats().prefix_hit_tokens == 16, "other weights: nothing is"
     sampler.close()
-    new = forward_logprobs(OTHER, wish.token_ids, done.token_ids)
+    new = forward_logprobs(OTHER, req.token_ids, done.token_ids)
     np.testing.assert_allclose(done.logprobs, new, atol=1e-5)
 
 
@@ -118,9 +118,9 @@ def test_nor_that_of_a_group_which_the_swap_met_in_mid_answer() -> None:
         for m, c in enumerate(firsts)
     ]
     later = [*turns, request(20, **plain)]
-    for wish, done in zip(later, sampler.generate(later), strict=True):
+    for req, done in zip(later, sampler.generate(later), strict=True):
         assert set(done.versions.tolist()) == {1}
-        new = forward_logprobs(OTHER, wish.token_ids, done.token_ids)
+        new = forward_logprobs(OTHER, req.token_ids, done.token_ids)
         np.testing.assert_allclose(done.logprobs, new, atol=1e-5)
     sampler.close()
 
@@ -158,14 +158,14 @@ class Flood(FixedWeights):
 
 def test_a_swap_at_every_block_changes_nothing_and_compiles_nothing() -> None:
     quiet = make_sampler()
-    wishes = [request(i, max_new_tokens=24, stop_token_ids=()) for i in range(12)]
-    wanted = quiet.generate(wishes)
+    requests = [request(i, max_new_tokens=24, stop_token_ids=()) for i in range(12)]
+    wanted = quiet.generate(requests)
     quiet.close()
     sampler = make_sampler(weights=Flood(10_000), prefix_cache=False)
-    first = sampler.generate(wishes)
+    first = sampler.generate(requests)
     compiled = sampler.stats().compiled_programs
     arrays = len(jax.live_arrays())
-    for done in (first, sampler.generate(wishes), sampler.generate(wishes)):
+    for done in (first, sampler.generate(requests), sampler.generate(requests)):
         for a, b in zip(done, wanted, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist()
             steps = np.diff(a.versions)

@@ -48,29 +48,29 @@ PARAMS = {GEMMA: params_of(GEMMA), MISTRAL: params_of(MISTRAL)}
 
 
 def sampler_of(
-    spec: ModelSpec, pages: int | None = None, mesh: Mesh | None = None, **wishes: object
+    spec: ModelSpec, pages: int | None = None, mesh: Mesh | None = None, **changes: object
 ) -> Sampler:
     """A sampler of so many pages, each of the layers of one group."""
     section = schema.SamplerSection(
         slots=4, reserve=0, max_length=LONGEST, max_new_tokens=80, block=2, page_tokens=PAGE
-    ).model_copy(update=wishes)
+    ).model_copy(update=changes)
     if pages is not None:
         of_page = kv_plan(spec, section, "float32", mesh=mesh).page_bytes / 2**20
         section = section.model_copy(update={"kv_memory_mib": (pages + 0.5) * of_page})
     return Sampler((spec, PARAMS[spec]), section=section, mesh=mesh)
 
 
-def wish(number: int, length: int = 8, **wishes: object) -> Request:
+def request(number: int, length: int = 8, **changes: object) -> Request:
     prompt = np.random.default_rng(number).integers(0, VOCAB, length).astype(np.int32)
     base = {"token_ids": prompt, "max_new_tokens": 80, "key": (number, 0)}
-    return Request(request_id=f"r{number}", **{**base, **wishes})
+    return Request(request_id=f"r{number}", **{**base, **changes})
 
 
 def assert_as_trained(
-    spec: ModelSpec, wishes: Sequence[Request], done: Sequence[Completion]
+    spec: ModelSpec, requests: Sequence[Request], done: Sequence[Completion]
 ) -> None:
     """Each log-prob is the trainer's."""
-    for asked, one in zip(wishes, done, strict=True):
+    for asked, one in zip(requests, done, strict=True):
         ids = np.zeros((1, LONGEST), np.int32)
         whole = np.concatenate([asked.token_ids, one.token_ids])
         ids[0, : len(whole)] = whole
@@ -117,8 +117,8 @@ def test_four_times_the_sequences_fit_where_five_of_six_layers_have_a_window() -
 )
 def test_four_long_answers_have_room_where_one_had(settings) -> None:
     """150 pages hold one sequence of all layers' tokens, or four that keep their windows."""
-    sampler, wishes = sampler_of(GEMMA, 150, **settings), [wish(i) for i in range(3)]
-    wishes.append(wish(3, 60, max_new_tokens=36))  # a prompt of ten windows
+    sampler, requests = sampler_of(GEMMA, 150, **settings), [request(i) for i in range(3)]
+    requests.append(request(3, 60, max_new_tokens=36))  # a prompt of ten windows
     held = []
     round_of = sampler.loop.round
 
@@ -128,29 +128,29 @@ def test_four_long_answers_have_room_where_one_had(settings) -> None:
         return round_of(batch)
 
     sampler.loop.round = counted
-    done = sampler.generate(wishes)
+    done = sampler.generate(requests)
     assert sampler.loop.batch.cache.pages.count == 150 and sampler.stats().preempted == 0
     assert max(held) == 4, "pages of a layer with a window"
     assert_whole(sampler)
     sampler.close()
-    assert_as_trained(GEMMA, wishes, done)
+    assert_as_trained(GEMMA, requests, done)
 
 
 @pytest.mark.exhaustive
 def test_two_long_answers_fit_the_pages_of_their_windows() -> None:
     """Where all layers have a window: each has 22 pages of tokens, of which it needs four."""
-    sampler, wishes = sampler_of(MISTRAL, 10), [wish(0), wish(1)]
-    done = sampler.generate(wishes)
+    sampler, requests = sampler_of(MISTRAL, 10), [request(0), request(1)]
+    done = sampler.generate(requests)
     assert sampler.loop.batch.cache.pages.count == 10 and sampler.stats().preempted == 0
     assert_whole(sampler)
     sampler.close()
-    assert_as_trained(MISTRAL, wishes, done)
+    assert_as_trained(MISTRAL, requests, done)
 
 
 def saved_in_flight(sampler: Sampler) -> Partial:
     """Save a request in the middle of its answer."""
     held = Held(sampler, 41)
-    sampler.start_many([wish(0)])
+    sampler.start_many([request(0)])
     (saved,) = held.meanwhile(lambda: sampler.save("r0", with_kv=True))
     return saved
 
@@ -160,7 +160,7 @@ def saved_in_flight(sampler: Sampler) -> Partial:
 def test_a_saved_request_brings_the_kv_of_its_windows(spec) -> None:
     """To a sampler with the same pages; with others it is prefilled again."""
     first = sampler_of(spec)
-    (whole,) = first.generate([wish(0)])
+    (whole,) = first.generate([request(0)])
     saved = saved_in_flight(first)
     first.close()
     tokens = len(saved.request.token_ids) + len(saved.token_ids)
@@ -175,7 +175,7 @@ def test_a_saved_request_brings_the_kv_of_its_windows(spec) -> None:
         assert_whole(second)
         forks = second.fork(saved, 3)
         assert len({tuple(f.token_ids.tolist()) for f in forks}) == 3
-        assert_as_trained(spec, [wish(0)] * 3, forks)
+        assert_as_trained(spec, [request(0)] * 3, forks)
         assert_whole(second)
         second.close()
         assert done.token_ids.tolist() == whole.token_ids.tolist()
@@ -186,16 +186,16 @@ def test_a_saved_request_brings_the_kv_of_its_windows(spec) -> None:
 @pytest.mark.parametrize("spec", [GEMMA, MISTRAL])
 def test_prompts_that_go_on_or_begin_alike_are_found(spec) -> None:
     sampler = sampler_of(spec, prefill_chunk=16)
-    first = wish(0, 50, max_new_tokens=10)
+    first = request(0, 50, max_new_tokens=10)
     (done,) = sampler.generate([first])
     ids = np.concatenate([first.token_ids, done.token_ids, np.int32([1, 2])])
-    later = wish(1, token_ids=ids, max_new_tokens=5)
+    later = request(1, token_ids=ids, max_new_tokens=5)
     answers = sampler.generate([later])
     assert sampler.stats().prefix_hit_tokens == 60, "all whole pages of prompt and answer"
-    alike = wish(2, token_ids=np.append(ids[:30], ids[:9]), max_new_tokens=5)
+    alike = request(2, token_ids=np.append(ids[:30], ids[:9]), max_new_tokens=5)
     answers += sampler.generate([alike])
     assert sampler.stats().prefix_hit_tokens == 60 + 28, "pages that the first prompt had passed"
-    branched = wish(3, token_ids=np.append(ids[:56], ids[:9]), max_new_tokens=5)
+    branched = request(3, token_ids=np.append(ids[:56], ids[:9]), max_new_tokens=5)
     answers += sampler.generate([branched])
     assert_whole(sampler)
     stats = sampler.stats()
@@ -221,12 +221,12 @@ def test_samplers_over_two_devices_keep_the_same_pages(attention) -> None:
     """Pages are divided over KV heads; tables are the host's."""
     mesh = make_slices(schema.MeshSection(sampler=schema.AxesSection(tensor=2))).sampler
     sampler = sampler_of(GEMMA, 150, mesh=mesh, attention=attention)
-    wishes = [wish(i) for i in range(3)]
-    done = sampler.generate(wishes)
+    requests = [request(i) for i in range(3)]
+    done = sampler.generate(requests)
     assert sampler.stats().preempted == 0
     assert_whole(sampler)
     sampler.close()
-    assert_as_trained(GEMMA, wishes, done)
+    assert_as_trained(GEMMA, requests, done)
 
 
 @pytest.mark.exhaustive
@@ -235,7 +235,7 @@ def test_crowded_traffic_draws_what_a_greedy_loop_of_the_trainer_draws() -> None
     likely one after those before it, in a full pass of the trainer's decoder."""
     sampler = sampler_of(GEMMA, 80, prefill_chunk=10, reserve=0.5, slots=3)
     random, greedy = np.random.default_rng(5), SamplingParams(temperature=0.0)
-    wishes: list[Request] = []
+    requests: list[Request] = []
     answers: list[Completion] = []
     for wave in range(4):
         new = []
@@ -244,11 +244,11 @@ def test_crowded_traffic_draws_what_a_greedy_loop_of_the_trainer_draws() -> None
             prompt = random.integers(0, VOCAB, length).astype(np.int32)
             if wave and number < 2:  # goes on from an answer, or begins like its prompt
                 before = 4 * wave - 4 + number
-                prompt = np.concatenate([wishes[before].token_ids, answers[before].token_ids])
+                prompt = np.concatenate([requests[before].token_ids, answers[before].token_ids])
                 prompt = np.append(prompt[: 60 - 20 * number], [3, 5]).astype(np.int32)
             room = LONGEST - len(prompt)
             new += [
-                wish(
+                request(
                     100 * wave + number, token_ids=prompt, sampling=greedy, key=(number, member),
                     max_new_tokens=min(room, 6 + 17 * member),
                 )
@@ -257,14 +257,14 @@ def test_crowded_traffic_draws_what_a_greedy_loop_of_the_trainer_draws() -> None
         answers += sampler.generate(
             [dataclasses.replace(one, request_id=f"{wave}/{i}") for i, one in enumerate(new)]
         )
-        wishes += new
+        requests += new
         assert_whole(sampler)
     stats = sampler.stats()
     sampler.close()
     assert stats.preempted > 0 and stats.prefix_hit_tokens > 0
-    assert_as_trained(GEMMA, wishes, answers)
+    assert_as_trained(GEMMA, requests, answers)
     head = output_head(GEMMA, PARAMS[GEMMA])
-    for asked, one in zip(wishes, answers, strict=True):
+    for asked, one in zip(requests, answers, strict=True):
         ids = np.zeros((1, LONGEST), np.int32)
         whole = np.concatenate([asked.token_ids, one.token_ids])
         ids[0, : len(whole)] = whole

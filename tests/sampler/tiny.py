@@ -32,14 +32,14 @@ KINDS = (
 )
 
 
-def make_sampler(**wishes: object) -> Sampler:
+def make_sampler(**requests: object) -> Sampler:
     """A sampler with other settings than SECTION's."""
     own = ("weights", "seed", "version", "mesh", "settings")
-    kept = {k: wishes.pop(k) for k in own if k in wishes}
-    return Sampler((SPEC, PARAMS), section=SECTION.model_copy(update=wishes), **kept)
+    kept = {k: requests.pop(k) for k in own if k in requests}
+    return Sampler((SPEC, PARAMS), section=SECTION.model_copy(update=requests), **kept)
 
 
-def request(number: int, **wishes: object) -> Request:
+def request(number: int, **requests: object) -> Request:
     """A request that its number says all about."""
     random = np.random.default_rng(number)
     base: dict = {
@@ -50,7 +50,7 @@ def request(number: int, **wishes: object) -> Request:
         "stop_token_ids": (1,) if number % 3 == 0 else (),
         "key": (number, 0),
     }
-    return Request(**{**base, **wishes})
+    return Request(**{**base, **requests})
 
 
 class Script(FixedWeights):
@@ -71,17 +71,17 @@ class Script(FixedWeights):
 
 
 class Held:
-    """A sampler that stops before the first round that finds a sequence of `drawn` tokens, until
+    """A sampler that stops before the first round that finds a sequence of this many tokens, until
     `meanwhile`: what a test does in mid-answer is done there however fast the sampler is."""
 
-    def __init__(self, sampler: Sampler, drawn: int) -> None:
-        self._loop, self._drawn = sampler.loop, drawn
+    def __init__(self, sampler: Sampler, tokens: int) -> None:
+        self._loop, self._tokens = sampler.loop, tokens
         self._there, self._go_on = threading.Event(), threading.Event()
         self._whole = self._loop.round
         self._loop.round = self._round
 
     def _round(self, batch: Any) -> bool:
-        reached = any(batch.num_drawn(s) >= self._drawn for s in batch.placed.values())
+        reached = any(batch.num_sampled(s) >= self._tokens for s in batch.admitted.values())
         if reached and not self._go_on.is_set():
             self._there.set()
             assert self._go_on.wait(60), "no test went on"

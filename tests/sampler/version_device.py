@@ -141,7 +141,7 @@ class VersionDevice:
         rows, waiting = list(run.rows), list(run.reserve[: run.num_reserve])
         shape = (len(rows), self.spec.block)
         tokens, owners = np.zeros(shape, np.int32), np.full(shape, S, np.int32)
-        ends, lengths, drawn = np.zeros(shape, bool), run.lengths.copy(), run.drawn.copy()
+        ends, lengths, sampled = np.zeros(shape, bool), run.lengths.copy(), run.num_sampled.copy()
         for slot in [r for r in rows if r < S] + waiting:
             seen, _ = self.cells(state, run.tables[slot], int(lengths[slot]))
             self.watch(int(slot), seen, weights)
@@ -159,10 +159,10 @@ class VersionDevice:
                 pages, offset = run.tables[slot, :, at // G], at % G
                 state.kv.k[0][pages, 0, 0, offset] = weights
                 state.kv.v[0][pages, 0, offset, 0] = token
-                lengths[slot], drawn[slot] = at + 1, drawn[slot] + 1
+                lengths[slot], sampled[slot] = at + 1, sampled[slot] + 1
                 _, context = self.cells(state, run.tables[slot], at + 1)
                 state.logits[slot] = logits_of(context, weights)
-                if drawn[slot] >= params.max_new[slot] or token in params.stop_ids[slot]:
+                if sampled[slot] >= params.max_new[slot] or token in params.stop_ids[slot]:
                     ends[row, step], rows[row] = True, S
         logprobs = np.zeros(shape, np.float32)
         return state, Block(

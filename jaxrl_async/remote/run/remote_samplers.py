@@ -44,7 +44,7 @@ from jaxrl_async.run.lockstep import Lockstep
 from jaxrl_async.run.pinning import devices_of_sampler
 from jaxrl_async.sampler.request_checks import RequestCheck
 from jaxrl_async.sampler.router.router import Elastic
-from jaxrl_async.sampler.setup import kv_plan, room_of
+from jaxrl_async.sampler.setup import kv_plan, limits_of
 from jaxrl_async.types import IntArray, VersionedParams
 from jaxrl_async.weights.channel import WeightChannel
 from jaxrl_async.weights.local import PrivateCopy
@@ -94,7 +94,7 @@ def make_remote_sampling(
     closing.callback(channel.close)
     channel.begin(weights.params, base=_base_to_send(config, inputs, base))
     check = RequestCheck(
-        room_of(spec, config.sampler, config.run.seed, settings), itertools.count()
+        limits_of(spec, config.sampler, config.run.seed, settings), itertools.count()
     )
     elastic = Elastic(check=check, wait_s=config.remote_settings.wait_s)
     router = make_router(config.faults, (), faults.add, elastic=elastic)

@@ -15,12 +15,12 @@ from jaxrl_async.sampler.logprob_checks import (
     check_logprobs,
 )
 from jaxrl_async.sampler.request_checks import (
-    Room,
+    RequestLimits,
     check_expert_ids,
     check_masks,
     checked_ids,
     checked_partial,
-    num_wanted,
+    num_requested,
 )
 from jaxrl_async.sampler.stats import SamplerStats
 from jaxrl_async.types import Completion, Partial, Request, StopReason, TokenRecord
@@ -37,7 +37,7 @@ float32 noise yields none below about -17 - log(vocabulary), for any model."""
 def checked_completion(
     completion: Completion,
     sent: Request | Partial,
-    room: Room,
+    room: RequestLimits,
     *,
     newest: int,
     stopped: bool,
@@ -75,7 +75,7 @@ def checked_completion(
 
 
 def checked_remote_partial(
-    partial: Partial, sent: Request | Partial, room: Room, *, newest: int, oldest: int = 0
+    partial: Partial, sent: Request | Partial, room: RequestLimits, *, newest: int, oldest: int = 0
 ) -> Partial:
     """Return a partial that a sampler reports or hands back, under the request's own id and without
     KV. Raises RolloutError with what is invalid. Takes the arguments of checked_completion."""
@@ -107,7 +107,7 @@ def checked_text(text: object) -> str:
     return printable(str(text), LONGEST_TEXT)
 
 
-def _check_columns(name: str, sampled: Any, room: Room, newest: int) -> None:
+def _check_columns(name: str, sampled: Any, room: RequestLimits, newest: int) -> None:
     """Raise RolloutError unless tokens, log-probs and versions have equal lengths and are in
     range."""
     if not _is_column(sampled.token_ids, np.int32):
@@ -185,7 +185,7 @@ def _check_scores(
             raise RolloutError(f"{name}: {field} have a number above 0, which is no log-prob.")
 
 
-def _check_kept(name: str, sampled: TokenRecord, room: Room) -> None:
+def _check_kept(name: str, sampled: TokenRecord, room: RequestLimits) -> None:
     """Raise RolloutError unless each token is among the tokens that its sampling mask kept."""
     kept = sampled.kept
     if kept is None:
@@ -201,7 +201,7 @@ def _check_kept(name: str, sampled: TokenRecord, room: Room) -> None:
 
 def _check_stop(name: str, completion: Completion, request: Request, *, stopped: bool) -> None:
     """Raise RolloutError unless the answer ends where the request requires it."""
-    count, most, stop = len(completion.token_ids), num_wanted(request), completion.stop
+    count, most, stop = len(completion.token_ids), num_requested(request), completion.stop
     stops = () if request.forced_length is not None else request.stop_token_ids
     ends = np.isin(completion.token_ids, stops)
     good = count <= most and not ends[:-1].any()

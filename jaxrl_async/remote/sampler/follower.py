@@ -185,7 +185,7 @@ class FollowingReceiver:
         batch.enqueue(incoming)
         cancelled = []
         if order.cancelled:
-            known = (*batch.queue, *batch.placed.values())
+            known = (*batch.queue, *batch.admitted.values())
             by_number = {live_of(stage).number: stage for stage in known}
             cancelled = [by_number[number] for number in order.cancelled]
         for stage in cancelled:

@@ -80,9 +80,9 @@ def state_hash(batch: Batch) -> int:
     """Return a hash of the state that determines a batch's next decisions. If it differs between
     two processes, they have diverged."""
     slots = batch.slots
-    last = np.maximum(slots.drawn - 1, 0)
-    arrays = (slots.lengths, slots.drawn, slots.tokens[np.arange(len(last)), last])
-    text = f"{batch.version} {len(batch.queue)} {batch.cache.pages.num_free} {[*batch.placed]}"
+    last = np.maximum(slots.num_sampled - 1, 0)
+    arrays = (slots.lengths, slots.num_sampled, slots.tokens[np.arange(len(last)), last])
+    text = f"{batch.version} {len(batch.queue)} {batch.cache.pages.num_free} {[*batch.admitted]}"
     value = zlib.crc32(text.encode())
     for array in arrays:
         value = zlib.crc32(np.ascontiguousarray(array).tobytes(), value)

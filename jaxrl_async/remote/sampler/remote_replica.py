@@ -128,7 +128,7 @@ class RemoteReplica:
     @property
     def seed(self) -> int | None:
         """See ports.Generate."""
-        return self._check.room.seed
+        return self._check.limits.seed
 
     def stats(self) -> SamplerStats:
         """Return the statistics of the last beat."""

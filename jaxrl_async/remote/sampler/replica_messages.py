@@ -145,7 +145,7 @@ class ReplicaMessages:
             results[out.wire_id] = checked_completion(
                 answer,
                 out.given,
-                self._check.room,
+                self._check.limits,
                 newest=self._newest(),
                 stopped=out.stopped,
                 oldest=out.oldest,
@@ -167,7 +167,7 @@ class ReplicaMessages:
 
     def _checked_partial(self, partial: Partial, out: Outstanding) -> Partial:
         newest = self._newest()
-        room = self._check.room
+        room = self._check.limits
         return checked_remote_partial(partial, out.given, room, newest=newest, oldest=out.oldest)
 
     def _checked_partials(self, partials: tuple[Partial, ...]) -> dict[str, Partial]:

@@ -308,7 +308,7 @@ def make_rollouts(
         may_begin=(lambda: True) if mix is None else mix.may_begin,
     )
     if mix is not None:
-        mix.rests = loop.failures.rests
+        mix.rests = loop.failures.is_backing_off
     return loop
 
 

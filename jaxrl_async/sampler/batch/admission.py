@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from jaxrl_async.sampler.batch.adapter_places import PlacedAdapter
+from jaxrl_async.sampler.batch.adapter_slots import LoadedAdapter
 from jaxrl_async.sampler.batch.kv_cache import KvCache
 from jaxrl_async.sampler.batch.prompt_scores import PromptScores, scores_for
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Prefilling
@@ -28,7 +28,7 @@ OVERTAKES = 64
 """Maximum admissions in a row that pass the longest-waiting request."""
 
 
-class Asks(Protocol):
+class Queued(Protocol):
     """An entry of the queue that waits for a request's answer; compared by identity."""
 
     @property
@@ -36,7 +36,7 @@ class Asks(Protocol):
         """The request."""
 
 
-A = TypeVar("A", bound=Asks)
+A = TypeVar("A", bound=Queued)
 Entry = tuple[tuple[int, int], int, A]
 """Priority, number in the order of arrival, and the waiting entry."""
 
@@ -47,12 +47,12 @@ class WaitingQueue(Generic[A]):
     def __init__(self, overtakes: int = OVERTAKES) -> None:
         """overtakes: maximum admissions in a row that pass the longest-waiting entry; 0: priorities
         have no effect."""
-        self._most = overtakes
+        self._overtakes = overtakes
         self._front: deque[A] = deque()
         self._others: list[Entry[A]] = []  # sorted
-        self._where: OrderedDict[A, Entry[A]] = OrderedDict()  # of the others, by arrival
+        self._entries: OrderedDict[A, Entry[A]] = OrderedDict()  # of the others, by arrival
         self._numbers = itertools.count()
-        self._in_a_row = 0  # admissions past the longest-waiting entry
+        self._passed_in_a_row = 0  # admissions past the longest-waiting entry
 
     def __len__(self) -> int:
         return len(self._front) + len(self._others)
@@ -62,22 +62,22 @@ class WaitingQueue(Generic[A]):
         return itertools.chain(list(self._front), [entry[2] for entry in self._others])
 
     def __contains__(self, one: object) -> bool:
-        return one in self._where or one in self._front
+        return one in self._entries or one in self._front
 
     def add(self, incoming: Iterable[A]) -> None:
         """Add entries, in the order of their arrival."""
         for one in incoming:
             entry = (one.request.priority, next(self._numbers), one)
             insort(self._others, entry)
-            self._where[one] = entry
+            self._entries[one] = entry
 
-    def put_back(self, those: Sequence[A], *, behind: int = 0) -> None:
+    def put_back(self, entries: Sequence[A], *, behind: int = 0) -> None:
         """Put entries that had been admitted before in front of all others, in this order.
 
         behind: number of entries at the front that stay before them.
         """
         before = [self._front.popleft() for _ in range(behind)]
-        self._front.extendleft(reversed([*before, *those]))
+        self._front.extendleft(reversed([*before, *entries]))
 
     def front(self) -> tuple[A, ...]:
         """Return the entries at the front, which precede all priorities."""
@@ -89,20 +89,20 @@ class WaitingQueue(Generic[A]):
             return self._front[0]
         if not self._others:
             return None
-        if self._in_a_row >= self._most:
+        if self._passed_in_a_row >= self._overtakes:
             return self._oldest()
         return self._others[0][2]
 
     def admit(self, one: A) -> None:
         """Remove an entry that is admitted."""
-        if one in self._where:
+        if one in self._entries:
             passes = one is not self._oldest()
-            self._in_a_row = self._in_a_row + 1 if passes else 0
+            self._passed_in_a_row = self._passed_in_a_row + 1 if passes else 0
         self.remove(one)
 
     def remove(self, one: A) -> None:
         """Remove an entry without admitting it. Raises ValueError if it is not in the queue."""
-        entry = self._where.pop(one, None)
+        entry = self._entries.pop(one, None)
         if entry is None:
             self._front.remove(one)
         else:
@@ -112,26 +112,26 @@ class WaitingQueue(Generic[A]):
         """Remove all entries."""
         self._front.clear()
         self._others.clear()
-        self._where.clear()
+        self._entries.clear()
 
     def _oldest(self) -> A:
         """Return the longest-waiting entry of the others, which are not empty."""
-        return next(iter(self._where))
+        return next(iter(self._entries))
 
 
 class RequestQueue(WaitingQueue[LiveRequest]):
     """The waiting requests of a sampler. Requests that only score wait in a separate queue, since
     they need no slot."""
 
-    def __init__(self, *, apart: bool) -> None:
-        """apart: False puts requests that only score among the others."""
+    def __init__(self, *, separate: bool) -> None:
+        """separate: False puts requests that only score among the others."""
         super().__init__()
         self.scores: WaitingQueue[LiveRequest] = WaitingQueue()
-        self._apart = apart
+        self._separate = separate
 
-    def is_apart(self, live: LiveRequest) -> bool:
+    def is_separate(self, live: LiveRequest) -> bool:
         """Return whether a request waits among the scores."""
-        return self._apart and live.only_scores
+        return self._separate and live.only_scores
 
     def __len__(self) -> int:
         return super().__len__() + len(self.scores)
@@ -146,21 +146,21 @@ class RequestQueue(WaitingQueue[LiveRequest]):
     def add(self, incoming: Iterable[LiveRequest]) -> None:
         """See WaitingQueue."""
         incoming = list(incoming)
-        super().add(live for live in incoming if not self.is_apart(live))
-        self.scores.add(live for live in incoming if self.is_apart(live))
+        super().add(live for live in incoming if not self.is_separate(live))
+        self.scores.add(live for live in incoming if self.is_separate(live))
 
-    def put_back(self, those: Sequence[LiveRequest], *, behind: int = 0) -> None:
-        """See WaitingQueue. behind: of those that need a slot."""
-        super().put_back([live for live in those if not self.is_apart(live)], behind=behind)
-        self.scores.put_back([live for live in those if self.is_apart(live)])
+    def put_back(self, entries: Sequence[LiveRequest], *, behind: int = 0) -> None:
+        """See WaitingQueue. behind: of the ones that need a slot."""
+        super().put_back([live for live in entries if not self.is_separate(live)], behind=behind)
+        self.scores.put_back([live for live in entries if self.is_separate(live)])
 
     def admit(self, one: LiveRequest) -> None:
         """See WaitingQueue."""
-        self.scores.admit(one) if self.is_apart(one) else super().admit(one)
+        self.scores.admit(one) if self.is_separate(one) else super().admit(one)
 
     def remove(self, one: LiveRequest) -> None:
         """See WaitingQueue."""
-        self.scores.remove(one) if self.is_apart(one) else super().remove(one)
+        self.scores.remove(one) if self.is_separate(one) else super().remove(one)
 
     def clear(self) -> None:
         """See WaitingQueue."""
@@ -219,16 +219,16 @@ the prompt's length (sampled tokens may follow): requests with equal content sha
 
 def content_of(salt: bytes, token_ids: IntArray, scores: PromptScores | None) -> Content:
     """Return the content of a request."""
-    wanted = None if scores is None else (scores.asked, scores.tokens)
-    return salt, token_ids.tobytes(), wanted
+    logprobs = None if scores is None else (scores.request, scores.tokens)
+    return salt, token_ids.tobytes(), logprobs
 
 
 class Admission:
     """The queue, and the limit of requests in flight. Changed only by the sampler's thread."""
 
-    def __init__(self, cache: KvCache, total_slots: int, *, apart: bool = True) -> None:
-        """apart: requests that only score need no slot."""
-        self.queue = RequestQueue(apart=apart)
+    def __init__(self, cache: KvCache, total_slots: int, *, separate: bool = True) -> None:
+        """separate: requests that only score need no slot."""
+        self.queue = RequestQueue(separate=separate)
         self.limit = Limit(value=total_slots, least=1, most=total_slots)
         self._cache = cache
         self._orders = itertools.count()
@@ -237,9 +237,9 @@ class Admission:
     def enqueue(self, incoming: Sequence[LiveRequest]) -> None:
         """Add requests to the queue. Requests with tokens of another sampler go before all without
         tokens: they are older, and their group waits for its last member."""
-        ahead = sum(1 for _ in itertools.takewhile(lambda x: x.has_drawn, self.queue.front()))
-        self.queue.put_back([live for live in incoming if live.has_drawn], behind=ahead)
-        self.queue.add(live for live in incoming if not live.has_drawn)
+        ahead = sum(1 for _ in itertools.takewhile(lambda x: x.has_tokens, self.queue.front()))
+        self.queue.put_back([live for live in incoming if live.has_tokens], behind=ahead)
+        self.queue.add(live for live in incoming if not live.has_tokens)
 
     def begun(self, adapter: str, version: int) -> list[LiveRequest]:
         """Return the waiting requests of an adapter whose last saved token is of this version."""
@@ -262,7 +262,7 @@ class Admission:
         """
         if not held:
             return self.queue.head
-        queue = [live for live in self.queue if not self.queue.is_apart(live)]
+        queue = [live for live in self.queue if not self.queue.is_separate(live)]
         begun = {name: self.begun(name, version_of(name)) for name in held}
         allowed = [
             live
@@ -278,13 +278,13 @@ class Admission:
         allowed = (live for live in self.queue.scores if live.request.adapter not in held)
         return next(allowed, None)
 
-    def place(
+    def admit(
         self,
         live: LiveRequest,
         slot_index: int,
         leaders: dict[Content, Prefilling],
         *,
-        weights: PlacedAdapter,
+        weights: LoadedAdapter,
         spare: int,
     ) -> Prefilling | None:
         """Take a request out of the queue with pages for its tokens; None if there are too few.
@@ -304,7 +304,7 @@ class Admission:
         if leader is not None:
             table = self._cache.allocate_follower(len(token_ids), spare=spare)
         else:
-            reusable = None if scores is None else max(scores.asked.start, 1)
+            reusable = None if scores is None else max(scores.request.start, 1)
             table, prefilled = self._cache.allocate(
                 token_ids, spare=spare, salt=weights.salt, reusable=reusable
             )
@@ -318,7 +318,7 @@ class Admission:
             table=table,
             prefilled=prefilled,
             kv_version=weights.version,
-            place=weights.place,
+            adapter_slot=weights.slot,
             scores=scores,
         )
         if leader is not None:

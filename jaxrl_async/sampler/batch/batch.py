@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl_async.data.images import ImageStore
 from jaxrl_async.model.moe import id_dtype
-from jaxrl_async.sampler.batch.adapter_places import AdapterPlaces, WeightsInUse
+from jaxrl_async.sampler.batch.adapter_slots import AdapterSlots, WeightsInUse
 from jaxrl_async.sampler.batch.admission import Admission, Content, content_of
 from jaxrl_async.sampler.batch.decoding import decode_args, form_of, named_ids
 from jaxrl_async.sampler.batch.expert_routing import NoRoutes, Routes
@@ -44,9 +44,9 @@ from jaxrl_async.sampler.batch.prefill import (
     score_args,
 )
 from jaxrl_async.sampler.batch.sequence import (
+    Admitted,
     BatchStats,
     LiveRequest,
-    Placed,
     Prefilling,
     Running,
     Stage,
@@ -59,7 +59,7 @@ from jaxrl_async.sampler.batch.slots import Slots, Span
 from jaxrl_async.sampler.device.engine import Engine
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import Block, DecodeState, EngineWeights, Prefix
-from jaxrl_async.sampler.device.sampling import Mix, mix_of, together
+from jaxrl_async.sampler.device.sampling import Mix, mix_of, union_of
 from jaxrl_async.sampler.grammar import Grammars
 from jaxrl_async.types import IntArray, PositionLogprobs, TokenRecord
 
@@ -89,7 +89,7 @@ class Batch:
         prefill_chunk: int = 2048,
         prefix_cache: bool = True,
         one_version: bool = False,
-        adapters: AdapterPlaces | None = None,
+        adapters: AdapterSlots | None = None,
         images: ImageStore | None = None,
         mixes: Sequence[Mix] = (),
         grammars: Grammars | None = None,
@@ -101,7 +101,7 @@ class Batch:
             max_new: maximum new tokens of a request.
             seed: of the run; random numbers are keyed by it and the request's key.
             prefill_chunk: maximum tokens prefilled in a round.
-            prefix_cache: keep the KV of finished requests for prompts that begin alike.
+            prefix_cache: keep the KV of finished requests for prompts with the same beginning.
             one_version: discard a request's tokens if other weights sampled them than the weights
                 at its admission.
             adapters: that requests may name; None: no adapters.
@@ -113,7 +113,7 @@ class Batch:
         self._grammars = Grammars(None, engine.spec.model.vocab) if grammars is None else grammars
         self.engine, self.spec = engine, engine.spec
         self.seed, self._chunk, self._one_version = seed, prefill_chunk, one_version
-        self.weights = WeightsInUse(AdapterPlaces() if adapters is None else adapters)
+        self.weights = WeightsInUse(AdapterSlots() if adapters is None else adapters)
         stores = prefix_cache and not self.spec.model.delta  # whose states are not in pages
         self.cache = KvCache(form_of(self.spec), self.spec.pages, stores=stores)
         self.slots = Slots(
@@ -122,10 +122,10 @@ class Batch:
         self._routes = _routes_of(self.spec)
         self.state: DecodeState = engine.init_decode_state()
         self.admission = Admission(
-            self.cache, self.spec.total_slots, apart=not self.spec.model.delta
+            self.cache, self.spec.total_slots, separate=not self.spec.model.delta
         )
         self.queue, self.enqueue = self.admission.queue, self.admission.enqueue
-        self.placed: dict[int, Placed] = {}  # by slot index, in order of admission
+        self.admitted: dict[int, Admitted] = {}  # by slot index, in order of admission
         self.stats = BatchStats()
         self._failed: list[tuple[LiveRequest, Exception]] = []
         self._scored: list[Prefilling] = []  # that only score, and are done
@@ -136,7 +136,7 @@ class Batch:
     @property
     def prefilling(self) -> list[Prefilling]:
         """Requests whose prompt is not computed yet, oldest first, without followers."""
-        return leaders(self.placed.values())
+        return leaders(self.admitted.values())
 
     @property
     def version(self) -> int:
@@ -161,7 +161,7 @@ class Batch:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each page is held once by each table that names it."""
-        self.cache.check_integrity(_table_of(p, self.slots) for p in self.placed.values())
+        self.cache.check_integrity(_table_of(p, self.slots) for p in self.admitted.values())
 
     # ---- admission
 
@@ -171,33 +171,33 @@ class Batch:
         held: adapters for which only requests with tokens of the current weights are admitted.
         """
         S = self.spec.total_slots
-        free = deque(i for i in range(S) if i not in self.placed)
+        free = deque(i for i in range(S) if i not in self.admitted)
         by_content = _by_content(self.prefilling, self.weights)
         following = self.admission.order(held, self.weights.version_of)
         while free and S - len(free) < self.admission.limit.requests:
             live = following()
             if live is None:
                 break
-            admitted = self.guarded(live, partial(self._admit, by_content, free[0]))
-            if admitted is False:
+            done = self.guarded(live, partial(self._admit, by_content, free[0]))
+            if done is False:
                 break
-            if admitted:
+            if done:
                 free.popleft()
         self._admit_scores(held, by_content)
 
     def _admit_scores(self, held: frozenset[str], by_content: dict[Content, Prefilling]) -> None:
-        """Admit the next requests that only score, to places after the slots: one at any time, and
+        """Admit the next requests that only score, at indices after the slots: one at any time, and
         more while the tokens to prefill are fewer than a round's. So later requests with slots wait
         for one round and one such prompt at most."""
         S = self.spec.total_slots
-        for place in range(S, 2 * S):
+        for index in range(S, 2 * S):
             left = sum(len(p.token_ids) - p.prefilled for p in self.prefilling)
-            live, scoring = self.admission.next_score(held), any(i >= S for i in self.placed)
+            live, scoring = self.admission.next_score(held), any(i >= S for i in self.admitted)
             if live is None or (scoring and left >= self._chunk):
                 return
-            if place in self.placed:
+            if index in self.admitted:
                 continue
-            if self.guarded(live, partial(self._admit, by_content, place)) is False:
+            if self.guarded(live, partial(self._admit, by_content, index)) is False:
                 return
 
     def _admit(
@@ -208,11 +208,11 @@ class Batch:
         if self._one_version and saved is not None and (saved.versions != used.version).any():
             self.stats = self.stats.plus(restarted=1, discarded_tokens=len(saved.token_ids))
             live.partial = None
-        spare = len(self.placed) * self.cache.form.groups
-        prefilling = self.admission.place(live, slot_index, by_content, weights=used, spare=spare)
+        spare = len(self.admitted) * self.cache.form.groups
+        prefilling = self.admission.admit(live, slot_index, by_content, weights=used, spare=spare)
         if prefilling is None:
             return False
-        self.placed[slot_index] = prefilling
+        self.admitted[slot_index] = prefilling
         return True
 
     # ---- prefill
@@ -224,11 +224,11 @@ class Batch:
                 self.guarded(prefilling, self._restore_kv)
         plain, scored = divided_parts(self._parts())
         for chunk in chunks_of(plain, self._chunk, self.spec, self._images):
-            self._place(chunk, self._prefilled(weights, chunk))
+            self._insert(chunk, self._prefill_chunk(weights, chunk))
         for chunk in chunks_of(scored, self._chunk, self.spec, self._images):
-            self._place(chunk, self._with_scores(weights, chunk))
+            self._insert(chunk, self._score_chunk(weights, chunk))
 
-    def _place(self, chunk: Chunk, prefix: Prefix) -> None:
+    def _insert(self, chunk: Chunk, prefix: Prefix) -> None:
         """Insert a computed chunk, and start the requests that it completes."""
         self.stats = self.stats.plus(prefill_tokens=chunk.num_tokens)
         done = chunk.advance()
@@ -249,15 +249,15 @@ class Batch:
                 only_scores = prefilling.live.only_scores
                 self.guarded(prefilling, self._end_scored if only_scores else self._start_running)
 
-    def _prefilled(self, weights: EngineWeights, chunk: Chunk) -> Prefix:
+    def _prefill_chunk(self, weights: EngineWeights, chunk: Chunk) -> Prefix:
         """Compute a chunk. Chunks with cells have their KV in the pages already."""
         if chunk.args.cells is None:
             return self.engine.prefill(weights, self.state, chunk.args)
         prefix, self.state = self.engine.prefill_in_pages(weights, self.state, chunk.args)
         return prefix
 
-    def _with_scores(self, weights: EngineWeights, chunk: Chunk) -> Prefix:
-        """Compute a chunk with the log-probs that its requests want of their prompts."""
+    def _score_chunk(self, weights: EngineWeights, chunk: Chunk) -> Prefix:
+        """Compute a chunk with the log-probs of their prompts that its requests ask for."""
         args, top = score_args(chunk, self._images)
         prefix, self.state, scores = self.engine.score(
             weights, self.state, chunk.args, args, top=top
@@ -275,7 +275,7 @@ class Batch:
         """Return the requests that only score and are done since the last call, with their
         log-probs. Waits for their prefill."""
         scored, self._scored = self._scored, []
-        return [(p, replace(self.output(p), prompt_logprobs=_result(p))) for p in scored]
+        return [(p, replace(self.output(p), prompt_logprobs=_prompt_logprobs(p))) for p in scored]
 
     def _parts(self) -> list[Part]:
         """Return the parts to prefill in this round, with pages. Pages that a window hides before
@@ -287,7 +287,7 @@ class Batch:
             self._preempt_one()
             parts = plan_parts(self.prefilling, self._chunk, self._images)
         if self.cache.prefixes.enabled:
-            for part in parts:  # also pages that no later token sees, for prompts that begin alike
+            for part in parts:  # also pages that no later token sees, for equal beginnings
                 filled(self.cache, part, hidden=True)
         return parts
 
@@ -296,8 +296,8 @@ class Batch:
         slot, num_prefilled = prefilling.slot_index, len(prefilling.token_ids)
         used = self.weights.of(prefilling.request)
         known = prefilling.live.saved_output.token_ids.tolist()
-        self.placed[slot] = prefilling.running(self._grammars.matching(prefilling.request, known))
-        self.slots.occupy(slot, num_prefilled, prefilling.table, used.version, used.place)
+        self.admitted[slot] = prefilling.running(self._grammars.matching(prefilling.request, known))
+        self.slots.occupy(slot, num_prefilled, prefilling.table, used.version, used.slot)
         if prefilling.live.partial is not None:
             self.slots.recall(slot, prefilling.live.partial)
 
@@ -322,8 +322,9 @@ class Batch:
 
     def start_block(self, weights: EngineWeights) -> None:
         """Dispatch one decode block of the running requests."""
-        for constrained in [r for r in running_of(self.placed.values()) if r.matching is not None]:
-            self.guarded(constrained, lambda r: r.matching.mask())
+        for one in running_of(self.admitted.values()):
+            if one.matching is not None:
+                self.guarded(one, lambda r: r.matching.mask())
         rows, reserve = self._with_pages(self.spec.block)
         self._block = None
         if not rows:
@@ -331,7 +332,7 @@ class Batch:
         running = {r.slot_index: r for r in (*rows, *reserve)}
         mix = mix_of(r.request for r in running.values())
         # sampling in every way costs a TPU less than another program
-        mix = together([mix, *self._mixes]) if self.spec.ragged else mix
+        mix = union_of([mix, *self._mixes]) if self.spec.ragged else mix
         shaping = shaping_of(running, self.slots, self.spec, mix)
         args, context_pages = decode_args(rows, reserve, self.slots, self.spec, shaping)
         if mix.ids:
@@ -350,24 +351,24 @@ class Batch:
         """
 
         def has_pages(running: Running) -> bool:
-            left = running.live.max_new - int(self.slots.drawn[running.slot_index])
+            left = running.live.max_new - int(self.slots.num_sampled[running.slot_index])
             return self.slots.grow(running.slot_index, steps, left)
 
-        for running in running_of(self.placed.values()):
+        for running in running_of(self.admitted.values()):
             self.slots.release_hidden(running.slot_index)
         spec, rows = self.spec, []
-        for running in running_of(self.placed.values())[: spec.slots]:
-            while self.placed.get(running.slot_index) is running and not has_pages(running):
+        for running in running_of(self.admitted.values())[: spec.slots]:
+            while self.admitted.get(running.slot_index) is running and not has_pages(running):
                 self._preempt_one()
             rows.append(running)
-        rows = [r for r in rows if self.placed.get(r.slot_index) is r]
-        later = running_of(self.placed.values())[spec.slots : spec.total_slots]
+        rows = [r for r in rows if self.admitted.get(r.slot_index) is r]
+        later = running_of(self.admitted.values())[spec.slots : spec.total_slots]
         reserve = list(takewhile(has_pages, later))
-        self.admission.adjust(len(self.placed), self.stats.preempted)
+        self.admission.adjust(len(self.admitted), self.stats.preempted)
         return rows, reserve
 
     def _preempt_one(self) -> None:
-        self.preempt(max(self.placed.values(), key=lambda p: (p.request.priority, p.order)))
+        self.preempt(max(self.admitted.values(), key=lambda p: (p.request.priority, p.order)))
 
     def wait_for_block(self) -> Block | None:
         """Return the started block on the host, or None if none was started. Changes nothing."""
@@ -379,7 +380,7 @@ class Batch:
         if block is None or self._block is None:
             return []
         started, self._block = self._block, None
-        spans = _taken(self.slots, block, started)
+        spans = _take_tokens(self.slots, block, started)
         for span in spans:
             one = started.running[span.slot]
             if one.matching is not None:
@@ -389,14 +390,14 @@ class Batch:
         self.stats = self.stats.plus(**_counts_of(block, spans, started.running, slots, waits))
         ended = [started.running[int(slot)] for slot in block.owners[block.ends]]
         return sorted(
-            (r for r in ended if self.placed.get(r.slot_index) is r), key=lambda r: r.order
+            (r for r in ended if self.admitted.get(r.slot_index) is r), key=lambda r: r.order
         )
 
     # ---- sampled tokens
 
-    def num_drawn(self, placed: Placed) -> int:
+    def num_sampled(self, stage: Admitted) -> int:
         """Return the number of tokens that a request has sampled in its slot."""
-        return int(self.slots.drawn[placed.slot_index]) if isinstance(placed, Running) else 0
+        return int(self.slots.num_sampled[stage.slot_index]) if isinstance(stage, Running) else 0
 
     def output(self, stage: Stage) -> TokenRecord:
         """Return the tokens that a request has sampled so far."""
@@ -406,39 +407,39 @@ class Batch:
 
     # ---- leaving early
 
-    def leave(self, placed: Placed) -> None:
+    def leave(self, stage: Admitted) -> None:
         """Free a slot and its pages; followers of an unfinished prefill return to the queue."""
-        del self.placed[placed.slot_index]
-        if isinstance(placed, Running):
-            self.cache.release(self.slots.free(placed.slot_index))
+        del self.admitted[stage.slot_index]
+        if isinstance(stage, Running):
+            self.cache.release(self.slots.free(stage.slot_index))
             return
-        self.cache.release(placed.table)
-        for follower in placed.followers:
+        self.cache.release(stage.table)
+        for follower in stage.followers:
             self.leave(follower)
-        self.queue.put_back([follower.live for follower in placed.followers])
-        unfollow(placed, self.placed.values())
+        self.queue.put_back([follower.live for follower in stage.followers])
+        unfollow(stage, self.admitted.values())
 
-    def preempt(self, placed: Placed) -> None:
+    def preempt(self, stage: Admitted) -> None:
         """Take a request off the device; it continues first, from its sampled tokens."""
-        output = self.output(placed)
-        again = placed.num_prefilled + len(output.token_ids) if isinstance(placed, Running) else 0
-        placed.live.partial = placed.live.as_partial(output, self.seed)
-        self.leave(placed)
-        self.queue.put_back([placed.live])
+        output = self.output(stage)
+        again = stage.num_prefilled + len(output.token_ids) if isinstance(stage, Running) else 0
+        stage.live.partial = stage.live.as_partial(output, self.seed)
+        self.leave(stage)
+        self.queue.put_back([stage.live])
         self.stats = self.stats.plus(preempted=1, recomputed_tokens=again)
 
     def cancel(self, stage: Stage) -> None:
         """Drop a request at any stage."""
         live = live_of(stage)
-        placed = next((p for p in self.placed.values() if p.live is live), None)
-        if placed is not None:
-            self.leave(placed)
+        admitted = next((p for p in self.admitted.values() if p.live is live), None)
+        if admitted is not None:
+            self.leave(admitted)
         elif live in self.queue:
             self.queue.remove(live)
 
 
-def _table_of(placed: Placed, slots: Slots) -> Table:
-    return slots.tables[placed.slot_index] if isinstance(placed, Running) else placed.table
+def _table_of(stage: Admitted, slots: Slots) -> Table:
+    return slots.tables[stage.slot_index] if isinstance(stage, Running) else stage.table
 
 
 def _by_content(
@@ -452,7 +453,7 @@ def _by_content(
     }
 
 
-def _taken(slots: Slots, block: Block, started: _StartedBlock) -> list[Span]:
+def _take_tokens(slots: Slots, block: Block, started: _StartedBlock) -> list[Span]:
     """Store the tokens of a finished block in their slots; return them as spans."""
     return slots.take(
         block.tokens,
@@ -460,7 +461,7 @@ def _taken(slots: Slots, block: Block, started: _StartedBlock) -> list[Span]:
         block.owners,
         started.versions,
         block.extras,
-        wanted={slot for slot, r in started.running.items() if r.request.needs_extras},
+        masked={slot for slot, r in started.running.items() if r.request.needs_extras},
         named={slot for slot, r in started.running.items() if r.request.logprobs},
     )
 
@@ -482,13 +483,13 @@ def _counts_of(
         waiting: whether requests wait for a slot.
     """
     used, steps = sum(s.end - s.start for s in spans), int(block.steps)
-    aside = (s for s in spans if not running[s.slot].request.for_training)
+    untrained = (s for s in spans if not running[s.slot].request.for_training)
     return {
         "blocks": 1,
         "slot_steps": steps * slots,
         "row_steps": steps * block.tokens.shape[0],
         "used_slot_steps": used,
-        "aside_tokens": sum(s.end - s.start for s in aside),
+        "aside_tokens": sum(s.end - s.start for s in untrained),
         "waiting_slot_steps": steps * slots * waiting,
         "waiting_used_slot_steps": used * waiting,
     }
@@ -497,16 +498,16 @@ def _counts_of(
 def _output_of(
     running: Running, slots: Slots, cache: KvCache, routes: Routes | NoRoutes
 ) -> TokenRecord:
-    """Return the tokens that a running request has sampled so far, with what it asked for."""
+    """Return the tokens that a running request has sampled so far, with the requested extras."""
     slot, request, saved = running.slot_index, running.request, running.live.partial
     output = slots.output(
         slot,
         extras=request.extras,
         masks=request.constraint is not None,
-        asked=request.logprobs,
+        logprobs=request.logprobs,
     )
-    drawn = len(output.token_ids)
-    tokens = len(request.token_ids) + drawn - 1 if drawn else 0
+    count = len(output.token_ids)
+    tokens = len(request.token_ids) + count - 1 if count else 0
     pages = slots.tables[slot, 0, : cache.form.num_pages(tokens)]
     experts = routes.of_request(pages, tokens, saved)
     scores = None if saved is None else saved.prompt_logprobs
@@ -515,7 +516,7 @@ def _output_of(
     return replace(output, expert_ids=experts, prompt_logprobs=scores)
 
 
-def _result(prefilling: Prefilling) -> PositionLogprobs | None:
+def _prompt_logprobs(prefilling: Prefilling) -> PositionLogprobs | None:
     return None if prefilling.scores is None else prefilling.scores.result()
 
 

@@ -53,10 +53,10 @@ def decode_args(
         reserve=pad_to(spec.reserve, [r.slot_index for r in reserve], 0),
         num_reserve=np.int32(len(reserve)),
         lengths=slots.lengths.copy(),
-        drawn=slots.drawn.copy(),
+        num_sampled=slots.num_sampled.copy(),
         tables=slots.tables[:, :, : context_pages + spec.num_pages(spec.block) + 1].copy(),
         steps=np.int32(steps_of(rows, spec)),
-        places=None if spec.room is None else slots.places.copy(),
+        adapter_slots=None if spec.room is None else slots.adapter_slots.copy(),
         shaping=shaping,
     )
     return args, context_pages
@@ -86,10 +86,10 @@ def empty_decode_args(
         reserve=np.zeros(spec.reserve, np.int32),
         num_reserve=np.int32(0),
         lengths=nothing,
-        drawn=nothing,
+        num_sampled=nothing,
         tables=np.full((S, groups, width), spec.pages, np.int32),
         steps=np.int32(spec.block),
-        places=None if spec.room is None else nothing,
+        adapter_slots=None if spec.room is None else nothing,
         shaping=empty_shaping(spec, mix),
     )
 
@@ -132,8 +132,8 @@ def kv_of_pages(kv: cache.PagedKV, table: Table, tokens: int, spec: EngineSpec) 
 
 @partial(jax.jit, static_argnums=0)
 def _read_kv(spec: EngineSpec, kv: cache.PagedKV, tables: AnyArray) -> tuple[AnyArray, AnyArray]:
-    of_groups = [tables[:, g] for g in range(tables.shape[1])]
-    context = cache.gather(kv, spec.kv_layout, of_groups, spec.model.cached_shape[2])
+    group_tables = [tables[:, g] for g in range(tables.shape[1])]
+    context = cache.gather(kv, spec.kv_layout, group_tables, spec.model.cached_shape[2])
     keys = jnp.stack([jnp.moveaxis(k[0], 2, 0) for k in context.k])
     values = jnp.stack([jnp.swapaxes(v[0], 0, 1) for v in context.v])
     return keys, values

@@ -64,9 +64,9 @@ class Routes:
         owners, routes = owners.reshape(-1), routes.reshape(-1, *routes.shape[2:])
         for span in spans:
             length = int(into.lengths[span.slot])
-            where = np.arange(length - (span.end - span.start), length, dtype=np.int32)
+            positions = np.arange(length - (span.end - span.start), length, dtype=np.int32)
             G = into.cache.form.page_tokens
-            cells = into.tables[span.slot, 0, where // G], where % G
+            cells = into.tables[span.slot, 0, positions // G], positions % G
             self.put(routes[owners == span.slot], *cells)
 
     def cover(self, saved: Partial) -> bool:
@@ -82,7 +82,7 @@ class Routes:
     def of_request(self, pages: IntArray, tokens: int, saved: Partial | None) -> ExpertIds | None:
         """Return [tokens, layers, k] of the first tokens in these pages; a copy.
 
-        saved: the request before it left the device. Its ids are kept: they are of the passes that
+        saved: the request before it left the device. Its ids stay: they are of the passes that
         sampled its tokens, not of the passes that recomputed its KV.
         """
         self._fetch()

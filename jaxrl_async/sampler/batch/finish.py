@@ -34,17 +34,17 @@ def request_as_data(batch: Batch, stage: Stage, *, with_kv: bool) -> Partial:
     slot = stage.slot_index
     tokens = int(batch.slots.lengths[slot])
     kv = kv_of_pages(batch.state.kv, batch.slots.tables[slot], tokens, batch.spec)
-    lacks = batch.cache.form.first_pages(tokens).any()
+    incomplete = batch.cache.form.first_pages(tokens).any()
     return replace(
         saved,
         kv=kv,
         kv_version=stage.kv_version,
-        kv_page_tokens=batch.spec.page_tokens if lacks else 0,
+        kv_page_tokens=batch.spec.page_tokens if incomplete else 0,
     )
 
 
 def give_up(batch: Batch, stage: Stage) -> None:
     """Drop a request that its caller cancelled; count its sampled tokens."""
-    drawn = len(batch.output(stage).token_ids)
-    batch.stats = batch.stats.plus(cancelled_tokens=drawn)
+    count = len(batch.output(stage).token_ids)
+    batch.stats = batch.stats.plus(cancelled_tokens=count)
     batch.cancel(stage)

@@ -82,8 +82,8 @@ class TableForm:
     def end(self, table: Table) -> int:
         """Return the end of the pages that a table names. A sequence that is recomputed has pages
         ahead of its tokens."""
-        named = np.flatnonzero((table != self.no_page).any(axis=0))
-        return int(named[-1]) + 1 if named.size else 0
+        used = np.flatnonzero((table != self.no_page).any(axis=0))
+        return int(used[-1]) + 1 if used.size else 0
 
     def pages_in(self, table: Table) -> list[int]:
         """Return the pages that a table names."""
@@ -210,7 +210,7 @@ class PrefixStore:
         if not self.enabled:
             return np.full((form.groups, 0), form.no_page, np.int32), 0
         names = page_names(token_ids[:-1], form.page_tokens, salt)
-        count, of_all_tokens = self._longest(names)
+        count, unwindowed = self._longest(names)
         table = np.full((form.groups, count), form.no_page, np.int32)
         firsts = form.first_pages(count * form.page_tokens + 1)
         for g, first in enumerate(firsts):
@@ -219,7 +219,7 @@ class PrefixStore:
                 table[g, number] = self._by_key[key]
                 self._by_key.move_to_end(key)
         self._pages.hold(form.pages_in(table))
-        return table, of_all_tokens - count
+        return table, unwindowed - count
 
     def _longest(self, names: Sequence[bytes]) -> tuple[int, int]:
         """Return after how many of these pages a prompt can continue, and how many of them are
@@ -229,16 +229,16 @@ class PrefixStore:
             (group, [(g, name) in self._by_key for name in names])
             for g, group in enumerate(form.layout.groups)
         ]
-        for group, there in rows:
-            if not group.window and False in there:
-                count = min(count, there.index(False))
-        windowed = [(group, there) for group, there in rows if group.window]
+        for group, stored in rows:
+            if not group.window and False in stored:
+                count = min(count, stored.index(False))
+        windowed = [(group, stored) for group, stored in rows if group.window]
 
-        def can_go_on(end: int) -> bool:
+        def can_continue(end: int) -> bool:
             tokens, G = end * form.page_tokens + 1, form.page_tokens
-            return all(all(there[group.first_page(tokens, G) : end]) for group, there in windowed)
+            return all(all(stored[group.first_page(tokens, G) : end]) for group, stored in windowed)
 
-        end = next(end for end in range(count, -1, -1) if can_go_on(end))
+        end = next(end for end in range(count, -1, -1) if can_continue(end))
         return end, count if len(windowed) < len(rows) else end
 
     def count(self, *, matched_pages: int, hidden_pages: int, asked_tokens: int) -> None:
@@ -282,7 +282,7 @@ class PrefixStore:
 
     def forget(self, salt: bytes) -> None:
         """Forget the pages of an adapter, whose weights changed or were unloaded."""
-        self._drop([key for key, of in self._salts.items() if of == salt])
+        self._drop([key for key, own in self._salts.items() if own == salt])
 
     def _drop(self, keys: list[Key]) -> None:
         for key in keys:

@@ -14,9 +14,9 @@ from jaxrl_async.data.images import NO_IMAGE, ImageStore
 from jaxrl_async.model.cache import NewKV
 from jaxrl_async.model.kernels import sequences_in_a_call
 from jaxrl_async.sampler.batch import shapes
-from jaxrl_async.sampler.batch.adapter_places import WeightsInUse
+from jaxrl_async.sampler.batch.adapter_slots import WeightsInUse
 from jaxrl_async.sampler.batch.kv_cache import KvCache
-from jaxrl_async.sampler.batch.sequence import LiveRequest, Placed, Prefilling
+from jaxrl_async.sampler.batch.sequence import Admitted, LiveRequest, Prefilling
 from jaxrl_async.sampler.batch.shapes import pad_to
 from jaxrl_async.sampler.device.engine import pad_stop_ids, request_keys
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
@@ -79,9 +79,9 @@ class Chunk:
         ]
 
 
-def leaders(placed: Iterable[Placed]) -> list[Prefilling]:
+def leaders(stages: Iterable[Admitted]) -> list[Prefilling]:
     """Return the requests to prefill, in the given order, without followers."""
-    prefilling = [p for p in placed if isinstance(p, Prefilling)]
+    prefilling = [p for p in stages if isinstance(p, Prefilling)]
     following = {id(f) for p in prefilling for f in p.followers}
     return [p for p in prefilling if id(p) not in following]
 
@@ -106,8 +106,8 @@ def plan_parts(
 def chunks_of(
     planned: Sequence[Part], budget: int, spec: EngineSpec, images: ImageStore | None = None
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a round (plan_parts with the same budget). Each is made when it is asked
-    for, after the earlier ones have released pages."""
+    """Yield the chunks of a round (plan_parts with the same budget). Each is made when it is
+    needed, after the earlier ones have released pages."""
     if images is None and (few := prefill_sizes(spec, budget)):
         for parts, sizes in _divided(planned, few, spec):
             yield make_chunk(parts, sizes, spec)
@@ -125,16 +125,16 @@ def _divided(
     """Divide the parts of a round among programs of these sizes (prefill_sizes). Models with a
     window do not divide a prompt: its pages hold what its last token in the round sees, not what
     earlier tokens see."""
-    of_tokens, rows = {s.tokens: s for s in sizes}, sizes[0].rows
+    by_tokens, rows = {s.tokens: s for s in sizes}, sizes[0].rows
     counts, most = [count for _, count in planned], sizes[-1].tokens
     if not spec.cpu_attention:
         runs = shapes.whole_runs if any(spec.windows) else shapes.filled
-        for run, tokens in runs(counts, rows, list(of_tokens)):
-            yield [(planned[i][0], count) for i, count in run], of_tokens[tokens]
+        for run, tokens in runs(counts, rows, list(by_tokens)):
+            yield [(planned[i][0], count) for i, count in run], by_tokens[tokens]
         return
     for neighbours in shapes.divided(counts, rows, most):
         tokens = shapes.coarse_bucket(sum(counts[neighbours]), most)
-        yield planned[neighbours], of_tokens[tokens]
+        yield planned[neighbours], by_tokens[tokens]
 
 
 def prefill_sizes(spec: EngineSpec, budget: int) -> list[Sizes]:
@@ -142,7 +142,7 @@ def prefill_sizes(spec: EngineSpec, budget: int) -> list[Sizes]:
     order of tokens; empty: sizes depend on each prompt's padding. budget: as in plan_parts."""
     if not spec.has_few_prefills:
         return []
-    rows, width = min(shapes.TOGETHER, spec.total_slots), spec.num_pages(spec.max_length)
+    rows, width = min(shapes.MAX_SEQUENCES, spec.total_slots), spec.num_pages(spec.max_length)
     budget = min(budget, spec.total_slots * spec.max_length)
     if spec.cpu_attention:
         return [Sizes(rows, 1, tokens, width) for tokens in shapes.coarse_buckets(budget)]
@@ -169,7 +169,7 @@ def make_chunk(
     """Pack the next tokens of some requests; images: see plan_parts."""
     rows, length, n, width = sizes
     groups = len(spec.kv_layout.groups)
-    tokens, positions, cell_indices, places = (np.zeros(n, np.int32) for _ in range(4))
+    tokens, positions, cell_indices, adapter_slots = (np.zeros(n, np.int32) for _ in range(4))
     begins = np.full(n, NO_IMAGE, np.int32)
     cells = Cells(np.full((groups, n), spec.pages, np.int32), np.zeros(n, np.int32))
     token_indices = np.zeros((rows, length), np.int32)
@@ -177,17 +177,17 @@ def make_chunk(
     begin = 0
     for row, (prefilling, count) in enumerate(parts):
         start, end = prefilling.prefilled, begin + count
-        where = np.arange(start, start + count)
+        indices = np.arange(start, start + count)
         tokens[begin:end] = prefilling.token_ids[start : start + count]
-        positions[begin:end] = where
+        positions[begin:end] = indices
         cell_indices[begin:end] = row * length + np.arange(count)
         token_indices[row, :count] = np.arange(begin, end)[:length]
-        cells.pages[:, begin:end] = prefilling.table[:, where // spec.page_tokens]
-        cells.offsets[begin:end] = where % spec.page_tokens
+        cells.pages[:, begin:end] = prefilling.table[:, indices // spec.page_tokens]
+        cells.offsets[begin:end] = indices % spec.page_tokens
         starts[row], lengths[row] = start, count
-        places[begin:end] = prefilling.place
+        adapter_slots[begin:end] = prefilling.adapter_slot
         if images is not None:
-            begins[begin:end] = images.begins(prefilling.token_ids)[where]
+            begins[begin:end] = images.begins(prefilling.token_ids)[indices]
         begin = end
     tables = np.full((rows, groups, width), spec.pages, np.int32)
     for row, (prefilling, _) in enumerate(parts):
@@ -203,7 +203,7 @@ def make_chunk(
         starts,
         lengths,
         tables,
-        None if spec.room is None else places,
+        None if spec.room is None else adapter_slots,
         embedded,
         state_slots(parts, rows, spec) if spec.model.delta else None,
         cells if images is None and spec.prefills_in_pages else None,
@@ -216,33 +216,35 @@ def state_slots(parts: Sequence[Part], rows: int, spec: EngineSpec) -> IntArray:
     return pad_to(rows, [p.slot_index for p, _ in parts], spec.total_slots)
 
 
-class Placing(NamedTuple):
+class SlotInsert(NamedTuple):
     """A prefilled request, whose logits are inserted into its slot."""
 
     row: int  # of its leader in the chunk
     leader: Prefilling
-    own: Prefilling  # the leader, or one of its followers
+    target: Prefilling  # the leader, or one of its followers
 
 
-def placings(done: Iterable[tuple[int, Prefilling]], spec: EngineSpec) -> list[list[Placing]]:
-    """Return the placings of each insert; inserted_sizes bounds the number of one insert.
+def slot_inserts(
+    done: Iterable[tuple[int, Prefilling]], spec: EngineSpec
+) -> list[list[SlotInsert]]:
+    """Return the requests of each insert; inserted_sizes bounds the number of one insert.
 
     done: leaders whose last token a chunk holds, each with its row. Requests that only score are
-    not placed.
+    not inserted.
     """
-    all_of_them = [
-        Placing(row, p, own)
+    every = [
+        SlotInsert(row, p, target)
         for row, p in done
-        for own in (p, *p.followers)
-        if not own.live.only_scores
+        for target in (p, *p.followers)
+        if not target.live.only_scores
     ]
     most = inserted_sizes(spec)[-1]
-    return [all_of_them[i : i + most] for i in range(0, max(len(all_of_them), 1), most)]
+    return [every[i : i + most] for i in range(0, max(len(every), 1), most)]
 
 
 def insert_args(
     cells: Cells,
-    placed: Sequence[Placing],
+    inserted: Sequence[SlotInsert],
     spec: EngineSpec,
     seed: int,
     states: IntArray | None = None,
@@ -252,25 +254,25 @@ def insert_args(
 ) -> InsertArgs:
     """Return the targets of a chunk: pages for tokens, last pages for followers, slots for logits.
 
-    placed: of placings. states: see state_slots; None: a model without states. size, num_copies:
-    minimum sizes of what is inserted into slots, and of the copies of pages.
+    inserted: of slot_inserts. states: see state_slots; None: a model without states. size,
+    num_copies: minimum sizes of what is inserted into slots, and of the copies of pages.
     """
     copies = [
         (int(a), int(b))
-        for _, leader, own in placed
-        if own is not leader and len(leader.token_ids) % spec.page_tokens
-        for a, b in zip(*(_last_pages(x, spec) for x in (leader, own)), strict=True)
+        for _, leader, target in inserted
+        if target is not leader and len(leader.token_ids) % spec.page_tokens
+        for a, b in zip(*(_last_pages(x, spec) for x in (leader, target)), strict=True)
     ]
-    size = max(size, next(s for s in inserted_sizes(spec) if s >= len(placed)))
+    size = max(size, next(s for s in inserted_sizes(spec) if s >= len(inserted)))
     num_copies = max(num_copies, next(n for n in copied_sizes(size, spec) if n >= len(copies)))
     return InsertArgs(
         pages=cells.pages,
         offsets=cells.offsets,
         sources=pad_to(num_copies, [a for a, _ in copies], 0),
         targets=pad_to(num_copies, [b for _, b in copies], spec.pages),
-        rows=pad_to(size, [p.row for p in placed], 0),
-        slots=pad_to(size, [p.own.slot_index for p in placed], spec.total_slots),
-        slot_params=slot_params_of([p.own.live for p in placed], size, seed),
+        rows=pad_to(size, [p.row for p in inserted], 0),
+        slots=pad_to(size, [p.target.slot_index for p in inserted], spec.total_slots),
+        slot_params=slot_params_of([p.target.live for p in inserted], size, seed),
         state_slots=states,
     )
 
@@ -285,7 +287,7 @@ def inserted_sizes(spec: EngineSpec) -> tuple[int, ...]:
             sizes.append(4 * sizes[-1])
         return tuple(sizes)
     if spec.prefills_in_pages:
-        largest = min(largest, shapes.TOGETHER)  # more take several inserts
+        largest = min(largest, shapes.MAX_SEQUENCES)  # more take several inserts
     small = largest * spec.model.vocab <= MANY_LOGITS
     return (largest,) if small or largest <= FEW_SLOTS else (FEW_SLOTS, largest)
 
@@ -313,10 +315,10 @@ def saved_chunk(prefilling: Prefilling, kv: Any, spec: EngineSpec) -> tuple[int,
     n = saved_tokens(prefilling, kv)
     bucket = shapes.coarse_bucket if spec.cpu_attention else shapes.tokens_bucket
     size = bucket(max(n, 1), spec.max_length)
-    where = np.arange(n)
+    indices = np.arange(n)
     pages = np.full((len(prefilling.table), size), spec.pages, np.int32)
-    pages[:, :n] = prefilling.table[:, where // spec.page_tokens]
-    cells = Cells(pages, pad_to(size, where % spec.page_tokens, 0))
+    pages[:, :n] = prefilling.table[:, indices // spec.page_tokens]
+    cells = Cells(pages, pad_to(size, indices % spec.page_tokens, 0))
     padded = np.zeros((*kv.shape[:2], size, *kv.shape[3:]), kv.dtype)
     padded[:, :, :n] = kv[:, :, :n]
     keys = tuple(jnp.asarray(padded[i, 0]) for i in range(len(padded)))
@@ -358,8 +360,8 @@ def inserts_of(
     done: the requests that the chunk completes, each with its sequence in the chunk.
     """
     return [
-        insert_args(chunk.unwritten, placed, spec, seed, chunk.args.slots)
-        for placed in placings(done, spec)
+        insert_args(chunk.unwritten, inserted, spec, seed, chunk.args.slots)
+        for inserted in slot_inserts(done, spec)
     ]
 
 
@@ -416,11 +418,11 @@ def divided_parts(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
 
 
 def score_args(chunk: Chunk, images: ImageStore | None) -> tuple[ScoreArgs, int]:
-    """Return the arguments of a scoring prefill of this chunk, all of whose requests want
+    """Return the arguments of a scoring prefill of this chunk, all of whose requests ask for
     log-probs, and the number of likeliest tokens that it returns. Call before Chunk.advance."""
     indices, targets, rows, begin = list[IntArray](), list[IntArray](), list[IntArray](), 0
-    all_asked = [p.scores.asked for p, _ in chunk.parts if p.scores is not None]
-    size = named_size(max(len(asked.ids) for asked in all_asked))
+    logprobs = [p.scores.request for p, _ in chunk.parts if p.scores is not None]
+    size = named_size(max(len(one.ids) for one in logprobs))
     ids = np.zeros((len(chunk.args.lengths), size), np.int32)
     for row, (prefilling, _) in enumerate(chunk.parts):
         scored = np.asarray(_scored(chunk, row), np.int32)
@@ -428,7 +430,7 @@ def score_args(chunk: Chunk, images: ImageStore | None) -> tuple[ScoreArgs, int]
         indices.append(scored - prefilling.prefilled + begin)
         targets.append(after if images is None else images.plain(after))
         rows.append(np.full(len(scored), row, np.int32))
-        ids[row, : len(all_asked[row].ids)] = all_asked[row].ids
+        ids[row, : len(logprobs[row].ids)] = logprobs[row].ids
         begin += chunk.parts[row][1]
     n = len(chunk.args.token_ids)
     args = ScoreArgs(
@@ -438,7 +440,7 @@ def score_args(chunk: Chunk, images: ImageStore | None) -> tuple[ScoreArgs, int]
         rows=pad_to(n, np.concatenate(rows), 0),
         ids=ids,
     )
-    return args, named_size(max(asked.top for asked in all_asked))
+    return args, named_size(max(one.top for one in logprobs))
 
 
 def expect_scores(chunk: Chunk, scores: TokenScores) -> None:

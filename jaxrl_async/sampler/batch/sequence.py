@@ -4,8 +4,7 @@
          ^                     │            (recompute)  <────────┤
          └──── preempted, restarted, or its leader left ──────────┘
 
-The queue holds LiveRequests; a Prefilling or a Running has one as `live`, with the slot that it was
-given.
+The queue holds LiveRequests; a Prefilling or a Running has one as `live`, with its slot.
 """
 
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from jaxrl_async.sampler.batch.prompt_scores import PromptScores
 from jaxrl_async.sampler.grammar import Matching
 from jaxrl_async.types import IntArray, Partial, Request, TokenRecord
 
-NOTHING_DRAWN = TokenRecord(
+NO_TOKENS = TokenRecord(
     token_ids=np.zeros(0, np.int32),
     logprobs=np.zeros(0, np.float32),
     versions=np.zeros(0, np.int32),
@@ -41,7 +40,7 @@ class LiveRequest:
         return self.max_new == 0
 
     @property
-    def has_drawn(self) -> bool:
+    def has_tokens(self) -> bool:
         """Whether it has saved tokens."""
         return self.partial is not None and len(self.partial.token_ids) > 0
 
@@ -55,7 +54,7 @@ class LiveRequest:
     @property
     def saved_output(self) -> TokenRecord:
         """The saved tokens."""
-        return NOTHING_DRAWN if self.partial is None else self.partial
+        return NO_TOKENS if self.partial is None else self.partial
 
     def as_partial(self, output: TokenRecord, seed: int) -> Partial:
         """Return the request as data, with its sampled tokens and without KV."""
@@ -73,10 +72,10 @@ class Prefilling:
     table: IntArray  # its pages, see kv_cache.py
     prefilled: int = 0  # of token_ids
     kv_version: int | None  # the version that computed all its KV; None: several did
-    place: int = 0  # of its adapter; 0: no adapter
-    # same tokens and wanted log-probs: share its prefill
+    adapter_slot: int = 0  # 0: no adapter
+    # same tokens and requested log-probs: share its prefill
     followers: list["Prefilling"] = field(default_factory=list)
-    scores: PromptScores | None = None  # of its prompt; None: not wanted, or there already
+    scores: PromptScores | None = None  # of its prompt; None: not requested, or there already
 
     @property
     def request(self) -> Request:
@@ -125,7 +124,7 @@ class Running:
         return self.live.owner
 
 
-Placed = Prefilling | Running
+Admitted = Prefilling | Running
 """A live request with a slot."""
 Stage = LiveRequest | Prefilling | Running
 """A live request: waiting, prefilling or running."""
@@ -136,16 +135,16 @@ def live_of(stage: Stage) -> LiveRequest:
     return stage if isinstance(stage, LiveRequest) else stage.live
 
 
-def running_of(placed: Iterable[Placed]) -> list[Running]:
+def running_of(stages: Iterable[Admitted]) -> list[Running]:
     """Return the requests that can decode, in the given order."""
-    return [p for p in placed if isinstance(p, Running)]
+    return [p for p in stages if isinstance(p, Running)]
 
 
-def unfollow(gone: Prefilling, placed: Iterable[Placed]) -> None:
+def unfollow(follower: Prefilling, stages: Iterable[Admitted]) -> None:
     """Remove a request from the followers of others."""
-    for other in placed:
-        if isinstance(other, Prefilling) and gone in other.followers:
-            other.followers.remove(gone)
+    for other in stages:
+        if isinstance(other, Prefilling) and follower in other.followers:
+            other.followers.remove(follower)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ FEW_TOKENS = 256
 """Minimum of coarse_bucket, packed tokens."""
 FILLED_TOKENS = 128
 """Minimum of filled_buckets, packed tokens."""
-TOGETHER = 64
+MAX_SEQUENCES = 64
 """Maximum sequences of a prefill whose number of sequences is padded to a constant."""
 
 FilledRun = tuple[list[tuple[int, int]], int]
@@ -98,8 +98,8 @@ def filled(counts: Sequence[int], rows: int, buckets: Sequence[int]) -> Iterator
     """
     left, first = list(counts), 0
     while first < len(left):
-        there = sum(left[first : first + rows])
-        room = size = max((b for b in buckets if 2 * there > b), default=buckets[0])
+        remaining = sum(left[first : first + rows])
+        room = size = max((b for b in buckets if 2 * remaining > b), default=buckets[0])
         run: list[tuple[int, int]] = []
         while first < len(left) and room and len(run) < rows:
             taken = min(left[first], room)
@@ -145,10 +145,10 @@ def _runs(counts: Sequence[int], rows: int, tokens: int) -> list[slice]:
     """Divide sequences, in order, into runs of at most `rows` with at most `tokens`; a longer
     sequence is a run of one."""
     runs, begin, held = list[slice](), 0, 0
-    for place, count in enumerate(counts):
-        if place > begin and (place - begin == rows or held + count > tokens):
-            runs.append(slice(begin, place))
-            begin, held = place, 0
+    for index, count in enumerate(counts):
+        if index > begin and (index - begin == rows or held + count > tokens):
+            runs.append(slice(begin, index))
+            begin, held = index, 0
         held += count
     return [*runs, slice(begin, len(counts))] if counts else runs
 

@@ -15,8 +15,8 @@ MOST_WAITED = 4
 """Maximum steps of a block for the sake of requests without a constraint, while others wait: a
 larger number saves little (the host's time between two blocks is divided by it), and slows the
 others in proportion."""
-EVERY_TURN = 2**30
-"""Turns of a slot that takes part in all steps of a block."""
+ALL_STEPS = 2**30
+"""Shaping.steps of a slot that takes part in all steps of a block."""
 
 
 def empty_shaping(spec: EngineSpec, mix: Mix) -> Shaping | None:
@@ -35,7 +35,7 @@ def empty_shaping(spec: EngineSpec, mix: Mix) -> Shaping | None:
     return Shaping(
         allowed=np.full((S, -(-V // 32)), 2**32 - 1, np.uint32),
         forced=np.full((S, spec.block), -1, np.int32),
-        turns=np.full(S, EVERY_TURN, np.int32),
+        steps=np.full(S, ALL_STEPS, np.int32),
         bias_ids=np.full((S, MAX_BIASED), V, np.int32),
         bias=np.zeros((S, MAX_BIASED), np.float32),
         min_tokens=np.zeros(S, np.int32),
@@ -59,24 +59,24 @@ def shaping_of(
 def _write(args: Shaping, slot: int, one: Running, slots: Slots, spec: EngineSpec) -> None:
     shaping, matching = one.request.shaping, one.matching
     assert shaping is not None
-    for place, (token, value) in enumerate(shaping.bias):
-        args.bias_ids[slot, place], args.bias[slot, place] = token, value
+    for column, (token, value) in enumerate(shaping.bias):
+        args.bias_ids[slot, column], args.bias[slot, column] = token, value
     if matching is None:
         args.min_tokens[slot] = shaping.min_tokens
-    else:  # whose mask says where it may stop
+    else:  # whose mask allows or forbids stop tokens
         args.allowed[slot] = matching.mask()
         forced = matching.forced[: spec.block]
         args.forced[slot, : len(forced)] = forced
-        args.turns[slot] = len(matching.forced) + 1
+        args.steps[slot] = len(matching.forced) + 1
     if args.penalties is not None:
-        of, prompt = args.penalties, one.request.token_ids
-        of.frequency[slot] = shaping.frequency_penalty
-        of.presence[slot] = shaping.presence_penalty
-        of.repetition[slot] = shaping.repetition_penalty
-        answer = slots.tokens[slot, : slots.drawn[slot]]
+        penalties, prompt = args.penalties, one.request.token_ids
+        penalties.frequency[slot] = shaping.frequency_penalty
+        penalties.presence[slot] = shaping.presence_penalty
+        penalties.repetition[slot] = shaping.repetition_penalty
+        answer = slots.tokens[slot, : slots.num_sampled[slot]]
         whole = np.concatenate([prompt, answer])
-        of.token_ids[slot, : len(whole)] = whole
-        of.prompts[slot] = len(prompt)
+        penalties.token_ids[slot, : len(whole)] = whole
+        penalties.prompts[slot] = len(prompt)
 
 
 def take_masks(span: Span, slots: Slots, one: Running) -> None:
@@ -94,8 +94,8 @@ def steps_of(rows: Iterable[Running], spec: EngineSpec) -> int:
     waits for its next mask: the others make at most MOST_WAITED steps meanwhile, and fewer, the
     more rows would wait."""
     matchings = [r.matching for r in rows]
-    turns = [len(m.forced) + 1 for m in matchings if m is not None]
-    if not turns:
+    steps = [len(m.forced) + 1 for m in matchings if m is not None]
+    if not steps:
         return spec.block
-    others = len(matchings) - len(turns)
-    return min(spec.block, max(*turns, min(MOST_WAITED, -(-others // len(turns)))))
+    others = len(matchings) - len(steps)
+    return min(spec.block, max(*steps, min(MOST_WAITED, -(-others // len(steps)))))

@@ -25,11 +25,11 @@ from jaxrl_async.model.moe import id_dtype
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.logit_shaping import Counts, Shaping, counted, counts_of, shaped
 from jaxrl_async.sampler.device.passes import (
-    draw_kernel,
     forward,
-    of_tokens,
     ragged_kernel,
     stacked_routes,
+    token_kernel,
+    with_used_rows,
 )
 from jaxrl_async.sampler.device.program_arguments import (
     Block,
@@ -58,10 +58,10 @@ class _Loop(NamedTuple):
     logits: Array  # [R, V]
     base: Array  # [R] tokens in the pages when the row's slot started
     joined: Array  # [R] step at which it started
-    drawn: Array  # [R]
+    num_sampled: Array  # [R]
     slot_params: SlotParams  # [R]
     states: tuple[DeltaState, ...]  # [R] of gated delta nets
-    places: Array | None  # [R] of its adapter
+    adapter_slots: Array | None  # [R]
     positions: Array  # [R, block]
     out: Block
     shaping: "_Shaping | None" = None
@@ -78,9 +78,9 @@ class _Loop(NamedTuple):
 
 
 class _Shaping(NamedTuple):
-    """What shapes the rows' logits; a row whose turns are over waits for the next block."""
+    """What shapes the rows' logits; a row whose steps are over waits for the next block."""
 
-    of_rows: Shaping  # [R]
+    by_row: Shaping  # [R]
     counts: Counts | None
     waits: Array  # [R] bool
 
@@ -113,7 +113,7 @@ def generate(
         if args.reserve.shape[0]:
             loop = _take_over(spec, loop, state, args, context_pages)
         params, positions = loop.slot_params, loop.next_positions
-        given = params.controls, params.keys, positions, mix, draw_kernel(spec), ids(loop)
+        given = params.controls, params.keys, positions, mix, token_kernel(spec), ids(loop)
         new = sample(_shaped(loop), *given, full=loop.logits)
         loop = _record(spec, loop, new)
         return _forward(spec, weights, loop, new.tokens, context_pages)
@@ -141,9 +141,9 @@ def _begin(
 
     shaping = None
     if args.shaping is not None:
-        of_rows = jax.tree.map(per_row, args.shaping)
-        counts = None if of_rows.penalties is None else counts_of(of_rows.penalties, V)
-        shaping = _Shaping(of_rows, counts, jnp.zeros(R, bool))
+        by_row = jax.tree.map(per_row, args.shaping)
+        counts = None if by_row.penalties is None else counts_of(by_row.penalties, V)
+        shaping = _Shaping(by_row, counts, jnp.zeros(R, bool))
     return _Loop(
         step=jnp.int32(0),
         head=jnp.int32(0),
@@ -154,10 +154,10 @@ def _begin(
         logits=per_row(state.logits),
         base=per_row(args.lengths),
         joined=jnp.zeros(R, jnp.int32),
-        drawn=per_row(args.drawn),
+        num_sampled=per_row(args.num_sampled),
         slot_params=jax.tree.map(per_row, state.slot_params),
         states=jax.tree.map(per_row, state.states),
-        places=None if args.places is None else per_row(args.places),
+        adapter_slots=None if args.adapter_slots is None else per_row(args.adapter_slots),
         positions=jnp.zeros((R, T), jnp.int32),
         out=Block(
             tokens=jnp.zeros((R, T), jnp.int32),
@@ -178,9 +178,9 @@ def _shaped(loop: _Loop) -> Array:
     """Return the logits that the rows sample from, [R, V]."""
     if loop.shaping is None:
         return loop.logits
-    turn, stop_ids = loop.step - loop.joined, loop.slot_params.stop_ids
-    of, counts = loop.shaping.of_rows, loop.shaping.counts
-    return shaped(loop.logits, of, turn, loop.drawn, stop_ids, counts)
+    step, stop_ids = loop.step - loop.joined, loop.slot_params.stop_ids
+    shaping, counts = loop.shaping.by_row, loop.shaping.counts
+    return shaped(loop.logits, shaping, step, loop.num_sampled, stop_ids, counts)
 
 
 def _context(
@@ -209,14 +209,14 @@ def _take_over(
     def possible(loop: _Loop) -> Array:
         return (loop.head < args.num_reserve) & jnp.any(loop.free)
 
-    def one(loop: _Loop) -> _Loop:
+    def take_one(loop: _Loop) -> _Loop:
         row, slot = jnp.argmax(loop.free), jnp.asarray(args.reserve)[loop.head]
         table = jnp.asarray(args.tables)[slot]
 
         def put(into: Array, value: AnyArray) -> Array:
             return jax.lax.dynamic_update_index_in_dim(into, value, row, 0)
 
-        def of_slot(into: Array, per_slot: AnyArray) -> Array:
+        def put_slot(into: Array, per_slot: AnyArray) -> Array:
             return put(into, jnp.asarray(per_slot)[slot])
 
         kv = loop.kv
@@ -230,30 +230,30 @@ def _take_over(
             kv = jax.tree.map(overwrite, kv, context)
         shaping = loop.shaping
         if shaping is not None:
-            of_rows = jax.tree.map(of_slot, shaping.of_rows, args.shaping)
+            by_row = jax.tree.map(put_slot, shaping.by_row, args.shaping)
             counts = shaping.counts
-            if of_rows.penalties is not None:
-                own = jax.tree.map(lambda x: x[row][None], of_rows.penalties)
+            if by_row.penalties is not None:
+                own = jax.tree.map(lambda x: x[row][None], by_row.penalties)
                 new = jax.tree.map(lambda x: x[0], counts_of(own, spec.model.vocab))
                 counts = jax.tree.map(put, counts, new)
-            shaping = shaping._replace(of_rows=of_rows, counts=counts)
+            shaping = shaping._replace(by_row=by_row, counts=counts)
         return loop._replace(
             head=loop.head + 1,
             kv=kv,
             tables=put(loop.tables, table),
             rows=put(loop.rows, slot),
             alive=put(loop.alive, True),
-            logits=of_slot(loop.logits, state.logits),
-            base=of_slot(loop.base, args.lengths),
+            logits=put_slot(loop.logits, state.logits),
+            base=put_slot(loop.base, args.lengths),
             joined=put(loop.joined, loop.step),
-            drawn=of_slot(loop.drawn, args.drawn),
-            slot_params=jax.tree.map(of_slot, loop.slot_params, state.slot_params),
-            states=jax.tree.map(of_slot, loop.states, state.states),
-            places=None if loop.places is None else of_slot(loop.places, args.places),
+            num_sampled=put_slot(loop.num_sampled, args.num_sampled),
+            slot_params=jax.tree.map(put_slot, loop.slot_params, state.slot_params),
+            states=jax.tree.map(put_slot, loop.states, state.states),
+            adapter_slots=jax.tree.map(put_slot, loop.adapter_slots, args.adapter_slots),
             shaping=shaping,
         )
 
-    return jax.lax.while_loop(possible, one, loop)
+    return jax.lax.while_loop(possible, take_one, loop)
 
 
 def _record(spec: EngineSpec, loop: _Loop, new: SampledTokens) -> _Loop:
@@ -263,17 +263,17 @@ def _record(spec: EngineSpec, loop: _Loop, new: SampledTokens) -> _Loop:
     def column(into: AnyArray, values: Array) -> Array:
         return jax.lax.dynamic_update_index_in_dim(into, values, loop.step, 1)
 
-    drawn = loop.drawn + alive
+    num_sampled = loop.num_sampled + alive
     stopped = jnp.any(new.tokens[:, None] == params.stop_ids, axis=-1) & ~params.ignores_stop
-    ends = alive & (stopped | (drawn >= params.max_new))
+    ends = alive & (stopped | (num_sampled >= params.max_new))
     left, shaping = alive & ~ends, loop.shaping
     if shaping is not None:
-        waits = left & (loop.step - loop.joined + 1 >= shaping.of_rows.turns)
+        waits = left & (loop.step - loop.joined + 1 >= shaping.by_row.steps)
         counts = None if shaping.counts is None else counted(shaping.counts, new.tokens, alive)
         left &= ~waits
         shaping = shaping._replace(waits=shaping.waits | waits, counts=counts)
     return loop._replace(
-        drawn=drawn,
+        num_sampled=num_sampled,
         alive=left,
         shaping=shaping,
         positions=column(loop.positions, loop.next_positions),
@@ -292,7 +292,7 @@ def _forward(
 ) -> _Loop:
     """Run the sampled tokens through the decoder: store their KV, compute the next logits."""
     positions = loop.next_positions
-    weights = of_tokens(spec, weights, _running(spec, loop))
+    weights = with_used_rows(spec, weights, _running(spec, loop))
     keys, values = list(loop.kv.k), list(loop.kv.v)
     sinks = decoder.sinks_in(spec.model, weights.layers)
     if spec.gpu_pages:
@@ -312,20 +312,21 @@ def _forward(
         states.append(after)
         return out[:, 0]
 
-    x = forward(spec, weights, tokens, positions, attend, chosen, places=loop.places, read=read)
+    slots = loop.adapter_slots
+    x = forward(spec, weights, tokens, positions, attend, chosen, adapter_slots=slots, read=read)
     out, routes = loop.out, stacked_routes(spec, chosen)
     if routes is not None:
         routes = jax.lax.dynamic_update_index_in_dim(out.routes, routes, loop.step, 1)
         out = out._replace(routes=routes)
     logits = decoder.next_logits(spec.model, weights.params, x, mixed=spec.mixed)
     after = tuple(states)
-    if loop.shaping is not None:  # a waiting row keeps what its last token led to
+    if loop.shaping is not None:  # a waiting row keeps the results of its last token
         sampled = _running(spec, loop)
 
-        def kept(new: Array, old: Array) -> Array:
+        def keep(new: Array, old: Array) -> Array:
             return jnp.where(sampled.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-        logits, after = jax.tree.map(kept, (logits, after), (loop.logits, loop.states))
+        logits, after = jax.tree.map(keep, (logits, after), (loop.logits, loop.states))
     return loop._replace(
         out=out,
         step=loop.step + 1,
@@ -351,20 +352,20 @@ def _attend_columns(
     """Return attention over the gathered context (`copies`: keys and values of each layer). All
     rows append at the same column after it."""
     keys, values = copies
-    sights = {w: _sight(spec, loop, w, context_pages) for w in dict.fromkeys(spec.windows)}
+    columns = {w: _seen(spec, loop, w, context_pages) for w in dict.fromkeys(spec.windows)}
     windows = [kind.window for kind in spec.model.kinds]
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
-        C, sight = sights[windows[i]]
+        C, visible = columns[windows[i]]
         keys[i] = cache.append(keys[i], k, C + loop.step, keys=True)
         values[i] = cache.append(values[i], v, C + loop.step, keys=False)
         cap = spec.model.scales.attention_cap
-        return cache.attend_columns(q, keys[i], values[i], sight, cap, sinks[i])
+        return cache.attend_columns(q, keys[i], values[i], visible, cap, sinks[i])
 
     return attend
 
 
-def _sight(spec: EngineSpec, loop: _Loop, window: int, context_pages: int) -> tuple[int, Array]:
+def _seen(spec: EngineSpec, loop: _Loop, window: int, context_pages: int) -> tuple[int, Array]:
     """Return the number of columns of a layer with this window that are copies of pages (_context),
     and the columns that each row sees, [R, C + block] bool."""
     table = loop.tables[:, 0, :context_pages]

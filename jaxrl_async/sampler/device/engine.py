@@ -54,8 +54,8 @@ class Programs(NamedTuple):
     prepare_rest: Program
     prepare_layer: Program
     prepare_adapter: Program
-    empty_places: Program
-    load_place: Program
+    empty_adapters: Program
+    load_adapter: Program
     probe: Program
     prefill: Program
     prefill_in_pages: Program
@@ -82,15 +82,15 @@ def programs_of(spec: EngineSpec) -> Programs:
     options = {"xla_cpu_multi_thread_eigen": False} if spec.one_thread else None
     jit = partial(jax.jit, compiler_options=options)
     state = decode_state_shardings(spec)
-    results, places = _result_shardings(spec, state), _place_shardings(spec)
+    results, stack = _result_shardings(spec, state), _adapter_shardings(spec)
     return Programs(
         prepare=jit(partial(insertion.prepare, spec)),
         prepare_rest=jit(partial(insertion.prepare_rest, spec)),
         prepare_layer=jit(partial(insertion.prepare_layer, spec), static_argnums=(0,)),
         prepare_adapter=jit(partial(insertion.prepare_adapter, spec)),
-        empty_places=jit(partial(insertion.empty_places, spec), out_shardings=places),
-        load_place=jit(
-            partial(insertion.load_place, spec), donate_argnums=(0,), out_shardings=places
+        empty_adapters=jit(partial(insertion.empty_adapters, spec), out_shardings=stack),
+        load_adapter=jit(
+            partial(insertion.load_adapter, spec), donate_argnums=(0,), out_shardings=stack
         ),
         probe=jit(partial(insertion.probe, spec)),
         prefill=jit(partial(prefilling.prefill, spec), out_shardings=results.prefill),
@@ -174,8 +174,8 @@ def _result_shardings(spec: EngineSpec, state: Shardings) -> _Results:
     )
 
 
-def _place_shardings(spec: EngineSpec) -> Shardings:
-    """Return the shardings of the places for adapters, one tree a layer; None: not divided."""
+def _adapter_shardings(spec: EngineSpec) -> Shardings:
+    """Return the shardings of the slots for adapters, one tree a layer; None: not divided."""
     if spec.mesh is None or spec.room is None:
         return None
     table = stack_table(spec.model, spec.room)
@@ -193,9 +193,9 @@ def weight_shardings(
     """
     if mesh.size == 1:  # where layers are fused
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), prepared)
-    placed = jax.tree.map(lambda w: w.sharding, params)
-    rest = {n: s for n, s in placed.items() if not is_stack(n)}
-    return EngineWeights(rest, _by_layer(spec, placed))
+    divided = jax.tree.map(lambda w: w.sharding, params)
+    rest = {n: s for n, s in divided.items() if not is_stack(n)}
+    return EngineWeights(rest, _by_layer(spec, divided))
 
 
 def _by_layer(spec: ModelSpec, stacked: Shardings) -> list[Shardings]:
@@ -232,9 +232,9 @@ class Engine:
             weights = self._prepare_all(params)
             if self.spec.room is None:
                 return weights
-            weights = weights._replace(stack=self.programs.empty_places())
+            weights = weights._replace(stack=self.programs.empty_adapters())
             nothing = empty_adapter(self.spec.model, self.spec.room)
-            return self.load_place(weights, nothing, 1)  # compiled here, not at the first load
+            return self.load_adapter(weights, nothing, 1)  # compiled here, not at the first load
         assert before is not None, "an adapter needs the weights that it changes"
         layers = self.programs.prepare_adapter(params)
         pairs = zip(before.layers, layers, strict=True)
@@ -252,10 +252,10 @@ class Engine:
         rest = {name: w for name, w in params.items() if not is_stack(name)}
         return EngineWeights(self.programs.prepare_rest(rest), layers)
 
-    def load_place(self, weights: EngineWeights, adapter: Params, place: int) -> EngineWeights:
-        """Write an adapter (adapter_stack.fitted_adapter) to a place, counted from 1. The stack of
+    def load_adapter(self, weights: EngineWeights, adapter: Params, slot: int) -> EngineWeights:
+        """Write an adapter (adapter_stack.fitted_adapter) to a slot, counted from 1. The stack of
         `weights` is donated."""
-        stack = self.programs.load_place(weights.stack, adapter, np.int32(place))
+        stack = self.programs.load_adapter(weights.stack, adapter, np.int32(slot))
         return weights._replace(stack=stack)
 
     def probe(self, weights: EngineWeights, token_ids: IntArray) -> Array:
@@ -411,13 +411,13 @@ class Engine:
 def request_keys(seed: int, ids: Array) -> Array:
     """Return [n, 2] uint32 key data of requests with ids [n, 3] int32 (group, member, branch)."""
 
-    def one(identity: Array) -> Array:
+    def request_key(identity: Array) -> Array:
         key = jax.random.key(seed)
         for part in range(3):
             key = jax.random.fold_in(key, identity[part])
         return jax.random.key_data(key)
 
-    return jax.vmap(one)(ids)
+    return jax.vmap(request_key)(ids)
 
 
 def pad_stop_ids(stop_ids: Sequence[int]) -> list[int]:

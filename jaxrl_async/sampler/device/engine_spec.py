@@ -34,7 +34,7 @@ class EngineSpec:
     cpu_attention: bool = False  # decode on the pages, by our CPU kernel
     on_tpu: bool | None = None  # None: from the devices; always a bool after init
     on_gpu: bool | None = None  # the same
-    draws_by_kernel: bool | None = None  # sample by the TPU kernel; None: from the devices
+    samples_by_kernel: bool | None = None  # sample by the TPU kernel; None: from the devices
     one_thread: bool = False  # CPU programs without XLA's threads, for several samplers
     room: AdapterRoom | None = None  # for adapters on top of the base; None: no adapters
     keeps_routes: bool = False  # prefill and generate return each token's experts
@@ -43,15 +43,15 @@ class EngineSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         given = {"tpu": self.on_tpu, "gpu": self.on_gpu}
-        there = next((name for name, is_there in given.items() if is_there), None)
-        if there is None and None in given.values():
-            there = self._device.platform
-        for name, is_there in given.items():
-            if is_there is None:
-                object.__setattr__(self, f"on_{name}", there == name)
-        if self.draws_by_kernel is None:
-            takes = bool(self.on_tpu) and takes_kernel(self._device, self.model.vocab)
-            object.__setattr__(self, "draws_by_kernel", takes)
+        platform = next((name for name, is_set in given.items() if is_set), None)
+        if platform is None and None in given.values():
+            platform = self._device.platform
+        for name, is_set in given.items():
+            if is_set is None:
+                object.__setattr__(self, f"on_{name}", platform == name)
+        if self.samples_by_kernel is None:
+            supported = bool(self.on_tpu) and takes_kernel(self._device, self.model.vocab)
+            object.__setattr__(self, "samples_by_kernel", supported)
         if self.layout is None:
             object.__setattr__(self, "layout", layout_of(self.model.kinds))
 

@@ -138,18 +138,18 @@ def prepare_adapter(spec: EngineSpec, adapter: Params) -> list[Params]:
     return layers
 
 
-def empty_places(spec: EngineSpec) -> list[Params]:
-    """Return each layer's places for adapters, all empty."""
+def empty_adapters(spec: EngineSpec) -> list[Params]:
+    """Return each layer's slots for adapters, all empty."""
     assert spec.room is not None, "there is room for adapters"
     return empty_stack(spec.model, spec.room, jnp.bfloat16 if spec.mixed else spec.dtype)
 
 
-def load_place(
-    spec: EngineSpec, stack: Sequence[Params], adapter: Params, place: Array
+def load_adapter(
+    spec: EngineSpec, stack: Sequence[Params], adapter: Params, slot: Array
 ) -> list[Params]:
-    """Write an adapter (adapter_stack.fitted_adapter) to a place, counted from 1."""
+    """Write an adapter (adapter_stack.fitted_adapter) to a slot, counted from 1."""
     assert spec.room is not None, "there is room for adapters"
-    return put_adapter(spec.model, spec.room, stack, adapter, place)
+    return put_adapter(spec.model, spec.room, stack, adapter, slot)
 
 
 def probe(spec: EngineSpec, weights: EngineWeights, token_ids: Array) -> Array:
@@ -231,9 +231,9 @@ def in_eight_bits(spec: ModelSpec, params: Params, dtype: DTypeLike) -> Params:
     table = weight_table(spec)
     stacks = stacks_in(params)
     base = {s: {n: w for n, w in params[s].items() if n in table[s]} for s in stacks}
-    beside = {s: {n: w for n, w in params[s].items() if n not in table[s]} for s in stacks}
+    extra = {s: {n: w for n, w in params[s].items() if n not in table[s]} for s in stacks}
     rounded: Params = quantize(table, {**params, **base}, "int8", dtype)
-    return {**rounded, **{s: {**rounded[s], **beside[s]} for s in stacks}}
+    return {**rounded, **{s: {**rounded[s], **extra[s]} for s in stacks}}
 
 
 def packed_layer(layer: Params) -> Params:

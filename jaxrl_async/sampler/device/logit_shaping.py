@@ -1,5 +1,5 @@
-"""Changes of logits before they are sampled from: grammar masks, biases, stop tokens that may not
-come yet, and penalties. Pure; only programs of blocks with such a request contain it.
+"""Changes of logits before they are sampled from: grammar masks, biases, stop tokens that are not
+allowed yet, and penalties. Pure; only programs of blocks with such a request contain it.
 
 Shapes: S slots, R rows that decode, V vocabulary, W = ceil(V / 32) words of bits, F steps of a
 block, B biased tokens, L tokens of the longest sequence.
@@ -22,7 +22,7 @@ class Shaping(NamedTuple):
 
     allowed: AnyArray  # [S, W] uint32, bits of the tokens that may follow the forced ones
     forced: AnyArray  # [S, F] int32, the only possible token of each first step; -1: none
-    turns: AnyArray  # [S] int32, steps that the slot takes part in
+    steps: AnyArray  # [S] int32, steps that the slot takes part in
     bias_ids: AnyArray  # [S, B] int32; V: none
     bias: AnyArray  # [S, B] float32
     min_tokens: AnyArray  # [S] int32, generated tokens before a stop token is possible
@@ -59,39 +59,44 @@ def counts_of(penalties: Penalties, vocab: int) -> Counts:
 
 
 def shaped(
-    logits: Array, of: Shaping, turn: Array, drawn: Array, stop_ids: Array, counts: Counts | None
+    logits: Array,
+    shaping: Shaping,
+    step: Array,
+    num_sampled: Array,
+    stop_ids: Array,
+    counts: Counts | None,
 ) -> Array:
-    """Return the logits that are sampled from, [R, V]: stop tokens that may not come yet are
+    """Return the logits that are sampled from, [R, V]: stop tokens that are not allowed yet are
     impossible, then biases are added, then penalties are applied, in vLLM's order, and last the
     tokens that the grammar refuses are made impossible.
 
     Args:
         logits: [R, V] float32 of the model.
-        of: of each row.
-        turn: [R] steps that the row has made in this block.
-        drawn: [R] tokens that the row's request has sampled.
+        shaping: of each row.
+        step: [R] steps that the row has made in this block.
+        num_sampled: [R] tokens that the row's request has sampled.
         stop_ids: [R, E]; -1 is none.
         counts: of the row's tokens; None: without penalties.
     """
     R, V = logits.shape
     rows = jnp.arange(R)[:, None]
-    early = (drawn < of.min_tokens)[:, None] & (stop_ids >= 0)
+    early = (num_sampled < shaping.min_tokens)[:, None] & (stop_ids >= 0)
     logits = logits.at[rows, jnp.where(early, stop_ids, V)].set(MASKED, mode="drop")
 
     def biased(logits: Array) -> Array:
-        return logits.at[rows, of.bias_ids].add(of.bias, mode="drop")
+        return logits.at[rows, shaping.bias_ids].add(shaping.bias, mode="drop")
 
-    logits = jax.lax.cond(jnp.any(of.bias_ids < V), biased, lambda logits: logits, logits)
-    if counts is not None and of.penalties is not None:
-        logits = penalized(logits, of.penalties, counts)
-    possible = unpacked(of.allowed, V)
-    step = jnp.minimum(turn, of.forced.shape[1] - 1)
-    forced = jnp.take_along_axis(of.forced, step[:, None], axis=1)
+    logits = jax.lax.cond(jnp.any(shaping.bias_ids < V), biased, lambda logits: logits, logits)
+    if counts is not None and shaping.penalties is not None:
+        logits = penalized(logits, shaping.penalties, counts)
+    possible = unpacked(shaping.allowed, V)
+    index = jnp.minimum(step, shaping.forced.shape[1] - 1)
+    forced = jnp.take_along_axis(shaping.forced, index[:, None], axis=1)
     possible = jnp.where(forced >= 0, jnp.arange(V) == forced, possible)
     return jnp.where(possible, logits, MASKED)
 
 
-def penalized(logits: Array, of: Penalties, counts: Counts) -> Array:
+def penalized(logits: Array, penalties: Penalties, counts: Counts) -> Array:
     """Return logits [R, V] with penalties.
 
     repetition: logits of tokens in prompt or answer are divided by it if positive, else multiplied
@@ -100,10 +105,10 @@ def penalized(logits: Array, of: Penalties, counts: Counts) -> Array:
     answer alone (OpenAI's API reference, "Advanced usage: parameter details").
     """
     seen = (counts.answer > 0) | (counts.prompt > 0)
-    factor = jnp.where(seen, of.repetition[:, None], 1.0)
+    factor = jnp.where(seen, penalties.repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
-    logits = logits - of.frequency[:, None] * counts.answer
-    return logits - of.presence[:, None] * (counts.answer > 0)
+    logits = logits - penalties.frequency[:, None] * counts.answer
+    return logits - penalties.presence[:, None] * (counts.answer > 0)
 
 
 def unpacked(words: Array, vocab: int) -> Array:

@@ -18,7 +18,7 @@ from jaxrl_async.model.spec import ROWS_USED
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.program_arguments import EngineWeights
 from jaxrl_async.sampler.device.sampling import AnyArray, Kernel
-from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel
+from jaxrl_async.sampler.device.sampling_kernel import sample_by_kernel
 
 if TYPE_CHECKING:
     from jaxrl_async.model import gpu_pages, latent_pages
@@ -39,9 +39,9 @@ def ragged_kernel(spec: EngineSpec) -> Callable[..., Array]:
     return partial(ragged_paged, mesh=spec.mesh) if spec.on_tpu else ragged_paged_reference
 
 
-def draw_kernel(spec: EngineSpec) -> Kernel | None:
+def token_kernel(spec: EngineSpec) -> Kernel | None:
     """Return the kernel that samples tokens on the engine's devices; None: XLA's programs do it."""
-    return partial(drawn_by_kernel, mesh=spec.mesh) if spec.draws_by_kernel else None
+    return partial(sample_by_kernel, mesh=spec.mesh) if spec.samples_by_kernel else None
 
 
 def forward(
@@ -52,7 +52,7 @@ def forward(
     attend: decoder.Attend,
     chosen: list[Array],
     *,
-    places: AnyArray | None,
+    adapter_slots: AnyArray | None,
     **more: Any,
 ) -> Array:
     """Run tokens through the decoder (decoder.flat_forward, with `more` of its arguments) in the
@@ -61,7 +61,7 @@ def forward(
     return decoder.flat_forward(
         spec.model,
         weights.params,
-        layers_with_stack(spec.room, weights.layers, weights.stack, places),
+        layers_with_stack(spec.room, weights.layers, weights.stack, adapter_slots),
         token_ids,
         positions,
         attend,
@@ -74,7 +74,7 @@ def forward(
     )
 
 
-def of_tokens(spec: EngineSpec, weights: EngineWeights, used: Array) -> EngineWeights:
+def with_used_rows(spec: EngineSpec, weights: EngineWeights, used: Array) -> EngineWeights:
     """Return weights for tokens with a mask of the real ones [n] bool: our CPU products skip the
     others."""
     if not spec.cpu_products:

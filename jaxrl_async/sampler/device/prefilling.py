@@ -20,9 +20,9 @@ from jaxrl_async.model.delta_layer import DeltaState, advanced
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
 from jaxrl_async.sampler.device.passes import (
     forward,
-    of_tokens,
     ragged_kernel,
     stacked_routes,
+    with_used_rows,
 )
 from jaxrl_async.sampler.device.program_arguments import (
     EngineWeights,
@@ -49,7 +49,7 @@ def prefill(
 
     kv: None where the tables name no page. states: of all slots, see DecodeState.
     """
-    return _prefilled(spec, weights, kv, chunk, states, None, 0)[0]
+    return _prefill(spec, weights, kv, chunk, states, None, 0)[0]
 
 
 def score(
@@ -66,10 +66,10 @@ def score(
 
     top: number of likeliest tokens whose log-probs are returned.
     """
-    return _prefilled(spec, weights, kv, chunk, states, scored, top)
+    return _prefill(spec, weights, kv, chunk, states, scored, top)
 
 
-def _prefilled(
+def _prefill(
     spec: EngineSpec,
     weights: EngineWeights,
     kv: PagedKV | None,
@@ -95,7 +95,7 @@ def _prefilled(
         return attend_one(i, q, k, v)
 
     read, left = _read_padded(states, chunk)
-    logits, routes, scores = _computed(spec, weights, chunk, attend, read, scored, top)
+    logits, routes, scores = _compute(spec, weights, chunk, attend, read, scored, top)
     return Prefix(NewKV(tuple(keys), tuple(values)), logits, routes, tuple(left)), scores
 
 
@@ -104,7 +104,7 @@ def prefill_in_pages(
 ) -> tuple[Prefix, PagedKV]:
     """Write the KV of new tokens to `chunk.cells`, and compute their next logits on the pages of
     `chunk.tables` by the decode kernel, which needs no program for each length."""
-    return _prefilled_in_pages(spec, weights, kv, chunk, None, 0)[:2]
+    return _prefill_in_pages(spec, weights, kv, chunk, None, 0)[:2]
 
 
 def score_in_pages(
@@ -118,10 +118,10 @@ def score_in_pages(
 ) -> tuple[Prefix, PagedKV, TokenScores]:
     """Compute what `prefill_in_pages` does, and the log-probs after the scored tokens. top: as of
     `score`."""
-    return _prefilled_in_pages(spec, weights, kv, chunk, scored, top)
+    return _prefill_in_pages(spec, weights, kv, chunk, scored, top)
 
 
-def _prefilled_in_pages(
+def _prefill_in_pages(
     spec: EngineSpec,
     weights: EngineWeights,
     kv: PagedKV,
@@ -133,11 +133,11 @@ def _prefilled_in_pages(
     pages = list(kv.k)
     sinks = decoder.sinks_in(spec.model, weights.layers)
     attend = _attend_by_kernel(spec, pages, chunk, sinks)
-    logits, routes, scores = _computed(spec, weights, chunk, attend, None, scored, top)
+    logits, routes, scores = _compute(spec, weights, chunk, attend, None, scored, top)
     return Prefix(None, logits, routes), kv._replace(k=tuple(pages)), scores
 
 
-def _computed(
+def _compute(
     spec: EngineSpec,
     weights: EngineWeights,
     chunk: PrefillArgs,
@@ -151,22 +151,22 @@ def _computed(
     lengths, chosen = _without_padding(chunk), list[Array]()
     counted = jnp.arange(chunk.token_ids.shape[0]) < jnp.sum(lengths)
     last = chunk.token_indices[:, 0] + chunk.lengths - 1  # a sequence's tokens are contiguous
-    of_all = spec.keeps_routes or scored is not None
+    all_tokens = spec.keeps_routes or scored is not None
     x = forward(
         spec,
-        of_tokens(spec, weights, counted),
+        with_used_rows(spec, weights, counted),
         chunk.token_ids,
         chunk.positions,
         attend,
         chosen,
-        places=chunk.places,
+        adapter_slots=chunk.adapter_slots,
         images=chunk.images,
         read=read,
-        last=None if of_all else (last, lengths > 0),
+        last=None if all_tokens else (last, lengths > 0),
     )
     scores = None if scored is None else token_scores.token_scores(spec, weights, x, scored, top)
-    x = x[last] if of_all else x
-    params = of_tokens(spec, weights, lengths > 0).params
+    x = x[last] if all_tokens else x
+    params = with_used_rows(spec, weights, lengths > 0).params
     logits = decoder.next_logits(spec.model, params, x, mixed=spec.mixed)
     return logits, stacked_routes(spec, chosen), scores
 
@@ -219,16 +219,16 @@ def _attend_padded(
             for g, window in enumerate(spec.windows)
         ]
         before = cache.gather(kv, spec.kv_layout, near, spec.model.cached_shape[2])
-    sights = {window: _sight(spec, chunk, window) for window in dict.fromkeys(spec.windows)}
+    visible = {window: _seen(spec, chunk, window) for window in dict.fromkeys(spec.windows)}
 
     def attend(i: int, q: Array, k: Array, v: Array) -> Array:
         attended = cache.attend_chunk(
             q[chunk.token_indices],
             k[chunk.token_indices],
             v[chunk.token_indices],
-            sights[kinds[i].window][0],
+            visible[kinds[i].window][0],
             None if before is None else (before.k[i], before.v[i]),
-            sights[kinds[i].window][1],
+            visible[kinds[i].window][1],
             spec.model.scales.attention_cap,
             sinks[i],
         )
@@ -303,7 +303,7 @@ def _attend_new(
     return attend
 
 
-def _sight(spec: EngineSpec, chunk: PrefillArgs, window: int) -> tuple[Array, Array | None]:
+def _seen(spec: EngineSpec, chunk: PrefillArgs, window: int) -> tuple[Array, Array | None]:
     """Return the new tokens [B, T, T], and the columns copied from earlier pages [B, 1 or T, C],
     that each query sees in a layer with this window; None: no such columns."""
     within = jnp.arange(chunk.token_indices.shape[1])
@@ -318,8 +318,8 @@ def _sight(spec: EngineSpec, chunk: PrefillArgs, window: int) -> tuple[Array, Ar
     starts = jnp.asarray(chunk.starts)[:, None]
     table, G = jnp.asarray(chunk.tables)[:, 0], spec.page_tokens
     near, first = cache.recent_pages(table, starts[:, 0], window, G)
-    places = first[:, None] + jnp.arange(near.shape[1] * G)
-    seen = (places < starts)[:, None]
+    positions = first[:, None] + jnp.arange(near.shape[1] * G)
+    seen = (positions < starts)[:, None]
     if window:
-        seen = seen & (places[:, None] > (starts + within)[..., None] - window)
+        seen = seen & (positions[:, None] > (starts + within)[..., None] - window)
     return visible, seen

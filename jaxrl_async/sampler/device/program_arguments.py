@@ -41,7 +41,7 @@ class PrefillArgs(NamedTuple):
     starts: AnyArray  # [B] int32, tokens that the pages hold already
     lengths: AnyArray  # [B] int32, new tokens, >= 1
     tables: AnyArray  # [B, L, C / G] int32, pages of earlier tokens
-    places: AnyArray | None = None  # [n] int32, place of each token's adapter; 0: no adapter
+    adapter_slots: AnyArray | None = None  # [n] int32, of each token; 0: no adapter
     # first token of each token's image [n], and its embedding [n, D], as in decoder.TokenRows
     images: tuple[AnyArray, AnyArray] | None = None  # None: no images
     slots: AnyArray | None = None  # [B] int32, slot of each sequence's states; None: no states
@@ -49,7 +49,7 @@ class PrefillArgs(NamedTuple):
 
 
 class ScoreArgs(NamedTuple):
-    """The tokens of a chunk that are scored: the log-prob of the token after each is wanted."""
+    """The tokens of a chunk that are scored: the log-prob of the token after each is requested."""
 
     indices: AnyArray  # [n] int32, index in the chunk; the rest is padding
     count: AnyArray  # [] int32, number of scored tokens
@@ -104,10 +104,10 @@ class DecodeArgs(NamedTuple):
     reserve: AnyArray  # [Q] int32, slots that take over ended rows, in this order
     num_reserve: AnyArray  # [] int32
     lengths: AnyArray  # [S] int32, tokens in each slot's pages
-    drawn: AnyArray  # [S] int32, tokens sampled so far
+    num_sampled: AnyArray  # [S] int32, tokens sampled so far
     tables: AnyArray  # [S, L, W] int32, each slot's pages, including those that the block will fill
     steps: AnyArray  # [] int32, at most the engine's block
-    places: AnyArray | None = None  # [S] int32, place of each slot's adapter; 0: no adapter
+    adapter_slots: AnyArray | None = None  # [S] int32, of each slot; 0: no adapter
     shaping: Shaping | None = None  # of each slot; None: no request has any
     ids: AnyArray | None = None  # [S, I] int32, token ids that each slot names; None: Mix.ids is 0
 

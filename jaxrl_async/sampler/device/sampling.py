@@ -17,10 +17,10 @@ AnyArray = Any
 """An array of a program: traced, on the device, or in NumPy before or after."""
 
 Kernel = Callable[..., tuple[Array, Array, Array]]
-"""sampling_kernel.drawn_by_kernel, on a mesh."""
+"""sampling_kernel.sample_by_kernel, on a mesh."""
 MASKED = -jnp.inf
 BLOCK = 128
-"""Maximum tokens of a block of `drawn`: the columns of a TPU register."""
+"""Maximum tokens of a block of `invert_cdf`: the columns of a TPU register."""
 LOWEST = -(2**31)
 """A rank below all numbers'."""
 
@@ -48,7 +48,7 @@ class Mix(NamedTuple):
 
     @property
     def names(self) -> bool:
-        """Whether log-probs of named tokens are wanted."""
+        """Whether log-probs of named tokens are requested."""
         return bool(self.top or self.ids)
 
 
@@ -77,9 +77,9 @@ def mix_of(requests: Iterable[Request]) -> Mix:
     )
 
 
-def together(mixes: Iterable[Mix]) -> Mix:
+def union_of(mixes: Iterable[Mix]) -> Mix:
     """Return the union of several mixes."""
-    return Mix(*(max(asked) for asked in zip(Mix(), *mixes, strict=True)))
+    return Mix(*(max(values) for values in zip(Mix(), *mixes, strict=True)))
 
 
 class Named(NamedTuple):
@@ -156,7 +156,7 @@ def sample(
         keys: [S, 2] uint32 key data.
         positions: [S] int32, position of the new token in its sequence.
         mix: the kinds of sampling of the slots.
-        kernel: sampling_kernel.drawn_by_kernel where devices support it; None: XLA's programs.
+        kernel: sampling_kernel.sample_by_kernel where devices support it; None: XLA's programs.
         ids: [S, I] token ids that the slots name; None: mix.ids is 0.
         full: the model's own logits, if `logits` were changed; None: `logits`.
     """
@@ -176,7 +176,7 @@ def sample(
         kept = likely(scaled, controls) | greedy[:, None]
         scaled = jnp.where(kept, scaled, MASKED)
     picks = greedy if mix.greedy else None
-    tokens, logprobs = drawn(scaled, u, picks)
+    tokens, logprobs = invert_cdf(scaled, u, picks)
     new = SampledTokens(tokens, logprobs)
     return _with_extras(new, logits, full, scaled > MASKED, controls, mix, ids)
 
@@ -195,8 +195,8 @@ def _with_extras(
         return new
     extras = TokenExtras()
     if mix.extras:
-        whole = _at(jax.nn.log_softmax(full, axis=-1), new.tokens)
-        extras = extras._replace(full_logprobs=whole, kept=packed_bits(kept))
+        logprobs = _at(jax.nn.log_softmax(full, axis=-1), new.tokens)
+        extras = extras._replace(full_logprobs=logprobs, kept=packed_bits(kept))
     if mix.names:
         tempered = jnp.where(controls.temperature == 0, 1.0, controls.temperature)
         scaled = jnp.where(kept, logits / tempered[:, None], MASKED)
@@ -215,8 +215,8 @@ def named_logprobs(logits: Array, ids: Array | None, top: int) -> Named:
     top_ids, found = likeliest(logits, min(top, logits.shape[-1]))
     if ids is None:
         ids = jnp.zeros((len(logits), 0), jnp.int32)
-    of_ids = jnp.take_along_axis(logits, ids, axis=-1)
-    return Named(top_ids, found - largest - total, of_ids - largest - total)
+    id_logits = jnp.take_along_axis(logits, ids, axis=-1)
+    return Named(top_ids, found - largest - total, id_logits - largest - total)
 
 
 def likeliest(logits: Array, k: int) -> tuple[Array, Array]:
@@ -232,10 +232,10 @@ def likeliest(logits: Array, k: int) -> tuple[Array, Array]:
         return ids.astype(jnp.int32), values
     blocks = jnp.pad(logits, ((0, 0), (0, -V % BLOCK)), constant_values=MASKED)
     blocks = blocks.reshape(S, -1, BLOCK)
-    of_these = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
-    inner = jnp.take_along_axis(blocks, of_these[:, :, None], axis=1)
-    values, places = jax.lax.top_k(inner.reshape(S, -1), k)
-    ids = jnp.take_along_axis(of_these, places // BLOCK, axis=-1) * BLOCK + places % BLOCK
+    numbers = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
+    inner = jnp.take_along_axis(blocks, numbers[:, :, None], axis=1)
+    values, indices = jax.lax.top_k(inner.reshape(S, -1), k)
+    ids = jnp.take_along_axis(numbers, indices // BLOCK, axis=-1) * BLOCK + indices % BLOCK
     return ids.astype(jnp.int32), values
 
 
@@ -249,7 +249,7 @@ def packed_bits(mask: Array) -> Array:
 # ---- one token
 
 
-def drawn(logits: Array, u: Array, greedy: Array | None = None) -> tuple[Array, Array]:
+def invert_cdf(logits: Array, u: Array, greedy: Array | None = None) -> tuple[Array, Array]:
     """Return the token whose interval of the cumulative distribution holds u, and its log-prob:
     [S, V], [S] -> [S] int32, [S] float32. Never a token of probability 0.
 
@@ -283,9 +283,9 @@ def drawn(logits: Array, u: Array, greedy: Array | None = None) -> tuple[Array, 
     return (block * width + within).astype(jnp.int32), logprobs
 
 
-def _at(values: Array, places: Array) -> Array:
-    """Return values [S, n] at places [S]."""
-    return jnp.take_along_axis(values, places[:, None], axis=-1)[:, 0]
+def _at(values: Array, indices: Array) -> Array:
+    """Return values [S, n] at indices [S]."""
+    return jnp.take_along_axis(values, indices[:, None], axis=-1)[:, 0]
 
 
 def _gathered_block(blocks: Array, block: Array) -> Array:

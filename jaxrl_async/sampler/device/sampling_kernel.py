@@ -31,7 +31,7 @@ large vocabulary."""
 T = TypeVar("T")
 Slice = slice | pl.Slice
 """Of rows or columns of a reference, as pl.ds returns it."""
-Found = tuple[Array, Array, Array]
+Passed = tuple[Array, Array, Array]
 """The sum so far, where it ended, and its number: see _passed."""
 
 
@@ -50,7 +50,7 @@ def _padded(vocab: int) -> int:
     return -(-vocab // (TILES * LANES)) * TILES * LANES
 
 
-def drawn_by_kernel(
+def sample_by_kernel(
     logits: Array,
     numbers: Array,
     top_k: Array,
@@ -86,7 +86,7 @@ def drawn_by_kernel(
             return pl.BlockSpec((ROWS, width), lambda i: (i, 0))
 
         return pl.pallas_call(
-            partial(_draw, V, truncated),
+            partial(_sample_rows, V, truncated),
             name=TRUNCATED if truncated else PLAIN,
             grid=(pl.cdiv(S, ROWS),),
             in_specs=[by_row(padded), by_row(4), by_row(1)],
@@ -115,7 +115,7 @@ PLAIN, TRUNCATED = "draw_token", "draw_truncated"
 """The kernel's names in a compiled program."""
 
 
-def _draw(
+def _sample_rows(
     vocab: int,
     truncated: bool,
     logits: Ref,
@@ -183,7 +183,7 @@ def _draw(
     total = _across(jnp.sum, over_chunks(sum_chunk, zero))
     target = number * total
 
-    def find_chunk(c: Array, found: Found) -> Found:
+    def find_chunk(c: Array, found: Passed) -> Passed:
         return _passed(found, _across(jnp.sum, sums[c]), target)
 
     _, before, chunk = over_chunks(find_chunk, (zero, zero, none))
@@ -206,10 +206,10 @@ def _draw(
     passed = _across(jnp.sum, (ends <= target - before).astype(jnp.int32))
     within = jnp.minimum(passed, LANES - 1)
     own = _across(jnp.max, jnp.where(lane == within, rank, LOWEST))
-    cannot_be = _across(jnp.max, jnp.where(lane == within, mass, 0.0)) == 0
-    takes_first = greedy | cannot_be  # the last: rounding at an edge
-    drawn = (chunk * TILES + tile) * LANES + within
-    token[:] = jnp.where(takes_first, first, drawn)[:, :1]
+    impossible = _across(jnp.max, jnp.where(lane == within, mass, 0.0)) == 0
+    takes_first = greedy | impossible  # the last: rounding at an edge
+    sampled = (chunk * TILES + tile) * LANES + within
+    token[:] = jnp.where(takes_first, first, sampled)[:, :1]
     own = jnp.where(takes_first, best, own)
     logprob[:] = (_number(own) - top - jnp.log(total))[:, :1]
     if not truncated:
@@ -253,8 +253,8 @@ def _floor(
             holds = _across(jnp.sum, over_chunks(add, none)) < limit
             return jnp.where(holds, low, middle + 1), jnp.where(holds, middle, high)
 
-        turns = jnp.where(jnp.any(low < best), 32, 0)
-        highest: Array = jax.lax.fori_loop(0, turns, halve, (low, best))[1]
+        steps = jnp.where(jnp.any(low < best), 32, 0)
+        highest: Array = jax.lax.fori_loop(0, steps, halve, (low, best))[1]
         return highest
 
     def odds_chunk(c: Array, total: Array) -> Array:
@@ -287,7 +287,7 @@ def _across(reduce: Callable[..., Array], tile: Array) -> Array:
     return _wide(reduce(tile, axis=1, keepdims=True))
 
 
-def _passed(found: Found, mass: Array, target: Array) -> Found:
+def _passed(found: Passed, mass: Array, target: Array) -> Passed:
     """Count the masses that end before the target: (sum so far, their end, their number)."""
     end, before, count = found
     end += mass

@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxrl_async.model import decoder
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
-from jaxrl_async.sampler.device.passes import of_tokens
+from jaxrl_async.sampler.device.passes import with_used_rows
 from jaxrl_async.sampler.device.program_arguments import EngineWeights, ScoreArgs, TokenScores
 from jaxrl_async.sampler.device.sampling import named_logprobs, no_names
 
@@ -37,18 +37,18 @@ def token_scores(
     size = tokens_at_once(V, n)
     padded = n + -n % size
 
-    def some(values: Array, begin: Array) -> Array:
+    def slice_of(values: Array, begin: Array) -> Array:
         values = jnp.pad(jnp.asarray(values), (0, padded - n))
         return jax.lax.dynamic_slice_in_dim(values, begin, size)
 
-    def one(step: Array, into: TokenScores) -> TokenScores:
+    def score_slice(step: Array, into: TokenScores) -> TokenScores:
         begin = step * size
         used = begin + jnp.arange(size) < scored.count
-        params = of_tokens(spec, weights, used).params
-        rows = x[some(scored.indices, begin)]
+        params = with_used_rows(spec, weights, used).params
+        rows = x[slice_of(scored.indices, begin)]
         logits = decoder.next_logits(spec.model, params, rows, mixed=spec.mixed)
-        ids = jnp.asarray(scored.ids)[some(scored.rows, begin)]
-        found = _scores(logits, some(scored.targets, begin), ids, top)
+        ids = jnp.asarray(scored.ids)[slice_of(scored.rows, begin)]
+        found = _scores(logits, slice_of(scored.targets, begin), ids, top)
 
         def put(into: Array, new: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(into, new, begin, 0)
@@ -59,12 +59,12 @@ def token_scores(
         jnp.zeros(padded, jnp.float32), no_names((padded,), V, top, scored.ids.shape[1])
     )
     steps = (jnp.asarray(scored.count) + size - 1) // size
-    found = jax.lax.fori_loop(0, steps, one, nothing)
+    found = jax.lax.fori_loop(0, steps, score_slice, nothing)
     return jax.tree.map(lambda values: values[:n], found)
 
 
 def _scores(logits: Array, targets: Array, ids: Array, top: int) -> TokenScores:
     """Return the log-probs of targets [m] and of named tokens, given logits [m, V]."""
     named = named_logprobs(logits, jnp.concatenate([targets[:, None], ids], axis=1), top)
-    of_ids = named.id_logprobs
-    return TokenScores(of_ids[:, 0], named._replace(id_logprobs=of_ids[:, 1:]))
+    logprobs = named.id_logprobs
+    return TokenScores(logprobs[:, 0], named._replace(id_logprobs=logprobs[:, 1:]))

@@ -27,14 +27,15 @@ V = TypeVar("V")
 AFFINITY_TOKENS = 32
 """Leading tokens that identify a prefix, to find the replica that is likely to hold it."""
 AFFINITY_SLACK = 0.25
-"""Maximum load of that replica above the least loaded one, as a share of its places."""
+"""Maximum load of that replica above the least loaded one, as a share of its capacity."""
 REFILL = 4
-"""A replica gets more requests once its room is 1/REFILL of its places, not one at a time."""
+"""A replica gets more requests once its room is 1/REFILL of its capacity, not one at a time."""
 REMEMBERED = 4096
 """Maximum prefixes whose replica is remembered."""
-TALKS = 16
-"""Maximum conversations whose replica is remembered, for each place of the replicas; at least
-REMEMBERED in all. The oldest are forgotten: the end of a conversation is not reported."""
+CONVERSATIONS = 16
+"""Maximum conversations whose replica is remembered, as a multiple of the requests that the
+replicas hold; at least REMEMBERED. The oldest are forgotten: the end of a conversation is not
+reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,28 +43,28 @@ class Candidate:
     """The state of one active replica that the choice depends on."""
 
     in_flight: int  # requests dealt to it and not answered
-    places: int  # requests that it can hold
+    capacity: int  # requests that it can hold
     rows: int = 0  # requests that it decodes in a step
     slot: int = 0  # number of its slot
     tries_suspect: bool = False  # whether one of its requests is under suspicion
 
     @property
     def load(self) -> float:
-        """Requests in flight over places."""
-        return self.in_flight / self.places
+        """Requests in flight over capacity."""
+        return self.in_flight / self.capacity
 
     @property
     def room(self) -> int:
         """Requests that may be dealt to it now; below 0: it has more than its share.
 
         Its total is twice its rows, so as many requests wait as decode, and at least 1.25 times its
-        places.
+        capacity.
         """
-        return max(2 * self.rows, math.ceil(1.25 * self.places)) - self.in_flight
+        return max(2 * self.rows, math.ceil(1.25 * self.capacity)) - self.in_flight
 
     def has_room_for(self, waiting: int) -> bool:
         """Return whether it has room for `waiting` requests, or enough to deal some of them."""
-        return self.room >= max(1, min(self.places // REFILL, waiting))
+        return self.room >= max(1, min(self.capacity // REFILL, waiting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +75,16 @@ class Deal:
     waiting: list[RouterJob] = field(default_factory=list)  # jobs that no replica can take now
 
 
-def choose(candidates: Sequence[Candidate], home: int | None, count: int = 1) -> int:
+def choose(candidates: Sequence[Candidate], previous: int | None, count: int = 1) -> int:
     """Return the index of the candidate for `count` requests of one prefix.
 
-    home: index of the candidate that had the prefix last, preferred unless it is much busier than
-    the least loaded one; None: no candidate had it. Ties go to the lowest index.
+    previous: index of the candidate that had the prefix last, preferred unless it is much
+    busier than the least loaded one; None: no candidate had it. Ties go to the lowest index.
     """
-    loads = [(c.in_flight + count) / c.places for c in candidates]
+    loads = [(c.in_flight + count) / c.capacity for c in candidates]
     least = min(range(len(loads)), key=loads.__getitem__)
-    if home is not None and loads[home] <= loads[least] + AFFINITY_SLACK:
-        return home
+    if previous is not None and loads[previous] <= loads[least] + AFFINITY_SLACK:
+        return previous
     return least
 
 
@@ -109,12 +110,12 @@ class Dealer:
     def __init__(self, recorded: Callable[[str], int | None] = unrecorded) -> None:
         """recorded: in a replay, returns the slot of a request, or None to have one chosen."""
         self._recorded = recorded
-        self._homes: OrderedDict[bytes, int] = OrderedDict()
+        self._prefix_slots: OrderedDict[bytes, int] = OrderedDict()
         # by key: the slot, and the tokens of the prompt
-        self._talks: OrderedDict[tuple[int, int] | None, tuple[int, int]] = OrderedDict()
-        self._most_talks = REMEMBERED
+        self._conversations: OrderedDict[tuple[int, int] | None, tuple[int, int]] = OrderedDict()
+        self._max_conversations = REMEMBERED
 
-    def may_wait(self, job: RouterJob, at_work: Callable[[int], bool]) -> bool:
+    def may_wait(self, job: RouterJob, is_active: Callable[[int], bool]) -> bool:
         """Return whether a job may wait in the router's queue for room in any replica.
 
         It may not if it has begun, was on the device of a replica that died, is a later turn of a
@@ -122,33 +123,33 @@ class Dealer:
         adapter (the replica that unloads it must know the waiting requests) or is more urgent than
         others: it then overtakes the requests that wait in the replica.
 
-        at_work: returns whether the replica in a slot is active.
+        is_active: returns whether the replica in a slot is active.
         """
         begun = job.begun is not None or bool(job.died or job.cut_off)
-        tied = job.avoid is not None or bool(job.request.adapter) or job.request.priority < (0, 0)
-        if begun or tied or self._recorded_slot(job) is not None:
+        bound = job.avoid is not None or bool(job.request.adapter) or job.request.priority < (0, 0)
+        if begun or bound or self._recorded_slot(job) is not None:
             return False
-        home = self._home_of_talk(job)
-        return home is None or not at_work(home)
+        slot = self._slot_of_conversation(job)
+        return slot is None or not is_active(slot)
 
     def fill(
         self,
         queue: WaitingQueue[RouterJob],
         candidates: Sequence[Candidate],
-        kept: int | None = None,
+        reserved: int | None = None,
     ) -> dict[int, list[RouterJob]]:
         """Take jobs out of the queue while there is room; return them by slot number.
 
         Args:
             queue: of jobs that may wait.
             candidates: active replicas, with their slots.
-            kept: the slot that is reserved for suspects.
+            reserved: the slot that is reserved for suspects.
         """
-        self._make_room(candidates)
-        free = {c.slot: c for c in candidates if c.slot != kept and c.has_room_for(len(queue))}
+        self._remember_more(candidates)
+        free = {c.slot: c for c in candidates if c.slot != reserved and c.has_room_for(len(queue))}
         shares: dict[int, list[RouterJob]] = {}
         while free and queue:
-            slot = self._place(_next_group(queue), free, shares)
+            slot = self._assign(_next_group(queue), free, shares)
             if free[slot].room <= 0:
                 del free[slot]
         return shares
@@ -169,29 +170,29 @@ class Dealer:
             suspects_wait: whether other jobs under suspicion wait already.
             together: deal all jobs to one slot.
         """
-        self._make_room(candidates)
+        self._remember_more(candidates)
         suspects = [job for job in jobs if job.suspect]
         others = [job for job in jobs if not job.suspect]
-        kept = suspects_slot(candidates, suspects_wait or bool(suspects))
+        reserved = suspects_slot(candidates, suspects_wait or bool(suspects))
         deal = Deal()
-        idle = any(c.slot == kept and not c.in_flight for c in candidates)
-        if suspects and idle and kept is not None:
-            deal.shares[kept] = [suspects.pop(0)]
+        idle = any(c.slot == reserved and not c.in_flight for c in candidates)
+        if suspects and idle and reserved is not None:
+            deal.shares[reserved] = [suspects.pop(0)]
         deal.waiting.extend(suspects)
-        free = {c.slot: c for c in candidates if c.slot != kept}
+        free = {c.slot: c for c in candidates if c.slot != reserved}
         if not free:
             deal.waiting.extend(others)
             return deal
         for group in [others] if together and others else self._groups(others):
-            self._place(group, free, deal.shares)
+            self._assign(group, free, deal.shares)
         return deal
 
-    def _make_room(self, candidates: Sequence[Candidate]) -> None:
-        """Raise the number of remembered conversations to what the places need."""
-        places = sum(c.places for c in candidates)
-        self._most_talks = max(self._most_talks, TALKS * places)
+    def _remember_more(self, candidates: Sequence[Candidate]) -> None:
+        """Raise the number of remembered conversations to what the replicas' capacity needs."""
+        capacity = sum(c.capacity for c in candidates)
+        self._max_conversations = max(self._max_conversations, CONVERSATIONS * capacity)
 
-    def _place(
+    def _assign(
         self,
         group: Sequence[RouterJob],
         free: dict[int, Candidate],
@@ -215,18 +216,18 @@ class Dealer:
         candidates = [c for c in free if c.slot != job.avoid] or free
         slots = [c.slot for c in candidates]
         prefix = job.request.token_ids[:AFFINITY_TOKENS].tobytes()
-        home = self._home_of_talk(job)
-        home = self._homes.get(prefix) if home is None else home
-        index = choose(candidates, slots.index(home) if home in slots else None, len(group))
-        _remember(self._homes, prefix, slots[index], REMEMBERED)
+        previous = self._slot_of_conversation(job)
+        previous = self._prefix_slots.get(prefix) if previous is None else previous
+        index = choose(candidates, slots.index(previous) if previous in slots else None, len(group))
+        _remember(self._prefix_slots, prefix, slots[index], REMEMBERED)
         for request in (job.request for job in group):
             if request.key is not None:
-                talk = slots[index], len(request.token_ids)
-                _remember(self._talks, request.key, talk, self._most_talks)
+                turn = slots[index], len(request.token_ids)
+                _remember(self._conversations, request.key, turn, self._max_conversations)
         return slots[index]
 
     def _recorded_slot(self, job: RouterJob) -> int | None:
-        """Return the recorded slot; the recording is asked once for each dealing."""
+        """Return the recorded slot; the recording is read once for each dealing."""
         if not job.slot_known:
             job.recorded_slot = self._recorded(job.request.request_id)
             job.slot_known = True
@@ -235,15 +236,15 @@ class Dealer:
     def _groups(self, jobs: Sequence[RouterJob]) -> Iterator[list[RouterJob]]:
         """Split jobs into runs of equal prompts and equal recorded slots."""
 
-        def what(job: RouterJob) -> tuple[bytes, int | None]:
+        def group_key(job: RouterJob) -> tuple[bytes, int | None]:
             return job.request.token_ids.tobytes(), self._recorded_slot(job)
 
-        for _, run in itertools.groupby(jobs, what):
+        for _, run in itertools.groupby(jobs, group_key):
             yield list(run)
 
-    def _home_of_talk(self, job: RouterJob) -> int | None:
+    def _slot_of_conversation(self, job: RouterJob) -> int | None:
         """Return the slot of the previous turn; None for a first turn, or if it is forgotten."""
-        slot, before = self._talks.get(job.request.key, (None, 0))
+        slot, before = self._conversations.get(job.request.key, (None, 0))
         return slot if len(job.request.token_ids) > before else None
 
 

@@ -43,7 +43,7 @@ class Dispatcher:
             self._lifetime.check_open("the samplers are closed")
             now = fleet.clock()
             for job in jobs:
-                job.asked_at = now
+                job.submitted_at = now
             patient, others = ([], jobs) if together else self._split(jobs)
             try:
                 self._deal(others, together)
@@ -99,13 +99,13 @@ class Dispatcher:
     def _split(self, jobs: Iterable[RouterJob]) -> tuple[list[RouterJob], list[RouterJob]]:
         """Return the jobs that may wait for room in any replica, and the others."""
 
-        def at_work(number: int) -> bool:
+        def is_active(number: int) -> bool:
             slot = self._fleet.slot(number)
-            return slot is not None and slot.at_work
+            return slot is not None and slot.is_active
 
         patient, others = list[RouterJob](), list[RouterJob]()
         for job in jobs:
-            (patient if self._dealer.may_wait(job, at_work) else others).append(job)
+            (patient if self._dealer.may_wait(job, is_active) else others).append(job)
         return patient, others
 
     def _fill(self, slots: Sequence[ReplicaSlot]) -> Refused:
@@ -122,13 +122,13 @@ class Dispatcher:
                 candidates = self._candidates(s for s in slots if s.number not in refusing)
                 if not any(c.has_room_for(len(fleet.queue)) for c in candidates):
                     break
-                shares = self._dealer.fill(fleet.queue, candidates, self._kept_slot())
+                shares = self._dealer.fill(fleet.queue, candidates, self._reserved_slot())
                 if not shares:
                     break
                 for number, share in shares.items():
-                    refused_here = self._offer(number, share)
-                    refused += refused_here
-                    if len(refused_here) == len(share):
+                    share_refused = self._offer(number, share)
+                    refused += share_refused
+                    if len(share_refused) == len(share):
                         refusing.add(number)
         finally:
             self._filling = False
@@ -144,7 +144,7 @@ class Dispatcher:
             return [refused for job in share for refused in self._offer(number, [job])]
         return []
 
-    def _kept_slot(self) -> int | None:
+    def _reserved_slot(self) -> int | None:
         """Return the slot that is reserved for suspects, or None without suspects."""
         fleet = self._fleet
         wait = any(job.suspect for job in fleet.waiting)
@@ -155,9 +155,9 @@ class Dispatcher:
     def _candidates(self, slots: Iterable[ReplicaSlot]) -> list[Candidate]:
         """Return the loads of the slots that can take jobs. Wake the router's thread if a replica
         has died and is not taken out yet."""
-        at_work = [slot for slot in slots if slot.at_work]
-        living = [slot for slot in at_work if slot.replica.error is None]
-        if len(living) < len(at_work):
+        active = [slot for slot in slots if slot.is_active]
+        living = [slot for slot in active if slot.replica.error is None]
+        if len(living) < len(active):
             self._lifetime.wake.set()
         return [slot.candidate for slot in living]
 
@@ -195,9 +195,9 @@ class Dispatcher:
         else:
             for job in share:
                 assert job.inner is not None
-                job.inner.add_done_callback(partial(self._answered, slot, job))
+                job.inner.add_done_callback(partial(self._on_answer, slot, job))
 
-    def _answered(self, slot: ReplicaSlot, job: RouterJob, inner: "Future[Completion]") -> None:
+    def _on_answer(self, slot: ReplicaSlot, job: RouterJob, inner: "Future[Completion]") -> None:
         """Pass a replica's answer to the caller, and deal the replica jobs while it has room. Runs
         on the replica's thread."""
         result: Completion | BaseException | None = None
@@ -230,9 +230,9 @@ class Dispatcher:
         """Return the completion if its log-probs are finite. Otherwise return None the first time
         (another replica samples it again), and an error the second time."""
         if not slot.replica.has_logprobs or np.isfinite(completion.logprobs).all():
-            self._fleet.draws_well(slot)
-            return _since_asked(completion, job)
-        self._fleet.draws_nonfinite(slot)
+            self._fleet.count_finite(slot)
+            return _with_waiting(completion, job)
+        self._fleet.count_nonfinite(slot)
         if job.avoid is None:
             job.avoid = slot.number
             self._fleet.waiting.append(job)
@@ -245,9 +245,9 @@ class Dispatcher:
         )
 
 
-def _since_asked(completion: Completion, job: RouterJob) -> Completion:
+def _with_waiting(completion: Completion, job: RouterJob) -> Completion:
     """Add the time that the job waited in the router to the completion's times."""
-    waited_s = job.dealt_at - job.asked_at
+    waited_s = job.dealt_at - job.submitted_at
     if waited_s <= 0.0:
         return completion
     return replace(

@@ -61,7 +61,7 @@ class ReplicaSlot:
     lost: bool = False  # given up, no more restarts
 
     @property
-    def at_work(self) -> bool:
+    def is_active(self) -> bool:
         """Whether requests may be dealt here."""
         return self.out_at is None
 
@@ -77,7 +77,7 @@ class ReplicaSlot:
         return Candidate(
             slot=self.number,
             in_flight=len(self.jobs),
-            places=self.replica.capacity,
+            capacity=self.replica.capacity,
             rows=self.replica.rows,
             tries_suspect=self.has_suspects,
         )
@@ -117,7 +117,7 @@ class Fleet:
         self.waiting: list[RouterJob] = []  # other jobs that no replica has
         self._blamed_in_a_row = 0  # requests blamed for deaths since one was answered
         self._empty_at: float | None = None  # when the last replica was lost
-        self._said = 0  # warnings about it so far
+        self._num_warnings = 0  # warnings about it so far
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -199,11 +199,11 @@ class Fleet:
         if job.suspect:
             slot.has_suspects = any(other.suspect for other in slot.jobs)
 
-    def draws_well(self, slot: ReplicaSlot) -> None:
+    def count_finite(self, slot: ReplicaSlot) -> None:
         """Reset the count of refused completions after one was accepted."""
         slot.nonfinite = self._blamed_in_a_row = 0
 
-    def draws_nonfinite(self, slot: ReplicaSlot) -> None:
+    def count_nonfinite(self, slot: ReplicaSlot) -> None:
         """Count a refused completion."""
         slot.nonfinite += 1
         self._count("nonfinite_completions", 1)
@@ -242,9 +242,9 @@ class Fleet:
         RolloutError after wait_s seconds without a replica."""
         now = self.clock()
         if any(not slot.lost for slot in self.slots):
-            if self._said and self._empty_at is not None:
+            if self._num_warnings and self._empty_at is not None:
                 log.warning("a sampler is available again after %.1f s", now - self._empty_at)
-            self._empty_at, self._said = None, 0
+            self._empty_at, self._num_warnings = None, 0
             return
         self._empty_at = now if self._empty_at is None else self._empty_at
         empty_s, wait_s = now - self._empty_at, self._wait_s or 0.0
@@ -254,8 +254,8 @@ class Fleet:
                 "Start samplers (python -m jaxrl_async.sample --join HOST:PORT) and resume the "
                 "run, or raise remote.wait_s."
             )
-        if self._said < messages_due(empty_s):
-            self._said = messages_due(empty_s)
+        if self._num_warnings < messages_due(empty_s):
+            self._num_warnings = messages_due(empty_s)
             log.warning(
                 "no sampler is available: %d requests wait for one to join (python -m "
                 "jaxrl_async.sample --join HOST:PORT); the run ends in %.0f s (remote.wait_s)",
@@ -334,8 +334,8 @@ class Fleet:
             self.waiting += back
             slot.excused = bool(guilty)
             for earlier in (number for job in guilty for number in job.died[:-1]):
-                if (sat := self.slot(earlier)) is not None:
-                    sat.restarts = max(0, sat.restarts - 1)
+                if (other := self.slot(earlier)) is not None:
+                    other.restarts = max(0, other.restarts - 1)
         slot.replica.abandon()
         if kind in FAULT_OF:
             self._count(FAULT_OF[kind], 1)

@@ -29,9 +29,9 @@ class RouterJob:
     future: "asyncio.Future[Completion] | Future[Completion]"  # the caller's
     loop: asyncio.AbstractEventLoop | None = None  # the caller's; None: a thread waits
     order: int = field(default_factory=itertools.count().__next__)  # of submission
-    slot_known: bool = False  # the recording was asked for this dealing's slot
+    slot_known: bool = False  # the recording was read for this dealing's slot
     recorded_slot: int | None = None  # its answer
-    asked_at: float = 0.0  # submission, by the router's clock
+    submitted_at: float = 0.0  # submission, by the router's clock
     dealt_at: float = 0.0  # dealt to the replica that has it
     inner: Future[Completion] | None = None  # the replica's; None: no replica has it
     avoid: int | None = None  # slot whose replica sampled a log-prob that is not finite

@@ -48,7 +48,7 @@ from jaxrl_async.types import Completion, Constraint, Partial, Request
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.2
+CHECK_S = 0.2
 """Time between two checks of the replicas, seconds; a death is noticed immediately."""
 JOIN_S = 10.0
 """Maximum wait for the thread that supervises the replicas, seconds."""
@@ -114,7 +114,7 @@ class Router(Living):
     @property
     def living(self) -> int:
         """Number of active replicas."""
-        return sum(slot.at_work for slot in self.fleet.slots)
+        return sum(slot.is_active for slot in self.fleet.slots)
 
     @property
     def num_waiting(self) -> int:
@@ -124,7 +124,7 @@ class Router(Living):
     @property
     def seed(self) -> int | None:
         """Seed of every replica (ports.Generate)."""
-        return self.samplers[0].seed if self._elastic is None else self._elastic.check.room.seed
+        return self.samplers[0].seed if self._elastic is None else self._elastic.check.limits.seed
 
     def start(self, *, own_thread: bool = True) -> None:
         """Start every replica and the thread that supervises them, as the first request does.
@@ -221,13 +221,13 @@ class Router(Living):
         as they were submitted.
         """
         with self.fleet.lock:
-            at_work = [slot.replica for slot in self.fleet.slots if slot.at_work]
+            is_active = [slot.replica for slot in self.fleet.slots if slot.is_active]
             jobs = self.fleet.jobs
         partials = {job.request.request_id: job.begun for job in jobs if job.begun is not None}
-        remote = [replica for replica in at_work if not replica.replaceable]
+        remote = [replica for replica in is_active if not replica.replaceable]
         with ThreadPoolExecutor(max(1, len(remote))) as pool:  # a replica may be slow to answer
             reports = [pool.submit(replica.progress) for replica in remote]
-            for sampler in at_work:
+            for sampler in is_active:
                 if sampler.replaceable:
                     partials |= _reported(sampler.progress)
             for report in reports:
@@ -283,7 +283,7 @@ class Router(Living):
             futures: list[Any] = [job.future for job in jobs]
             return [future.result() for future in futures]
         except BaseException:  # also Ctrl-C: cancel the others
-            for job in reversed(jobs):  # waiting ones first: they must not get a freed place
+            for job in reversed(jobs):  # waiting ones first: they must not get freed capacity
                 job.future.cancel()
             raise
 
@@ -301,7 +301,7 @@ class Router(Living):
         try:
             if not self.lifetime.closed:
                 self.look()
-                return LOOK_S
+                return CHECK_S
         except Closed as error:
             log.debug("the router ended: closed")
             self._dispatcher.end(error)

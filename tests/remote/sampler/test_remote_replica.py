@@ -27,7 +27,7 @@ from jaxrl_async.remote.wire.messages import (
     Start,
 )
 from jaxrl_async.remote.wire.session import WireLimits
-from jaxrl_async.sampler.request_checks import RequestCheck, Room
+from jaxrl_async.sampler.request_checks import RequestCheck, RequestLimits
 from jaxrl_async.testing.session_pair import session_pair
 from jaxrl_async.types import Completion, LogprobRequest, Partial, PositionLogprobs, StopReason
 
@@ -39,7 +39,7 @@ class Played:
 
     def __init__(self) -> None:
         self.pair, self.faults = session_pair(), FaultCounts()
-        check = RequestCheck(Room(max_length=64, vocab=48, seed=0), itertools.count())
+        check = RequestCheck(RequestLimits(max_length=64, vocab=48, seed=0), itertools.count())
         self.replica = RemoteReplica(
             self.pair.trainer,
             check,
@@ -473,7 +473,7 @@ def test_waiting_on_the_thread_that_receives_its_answers_is_an_error(played):
 
 def test_a_request_that_is_too_large_for_the_wire_fails_alone():
     pair = session_pair(limits=WireLimits(silence_s=5.0, max_message_bytes=4000))
-    check = RequestCheck(Room(max_length=10_000, seed=0), itertools.count())
+    check = RequestCheck(RequestLimits(max_length=10_000, seed=0), itertools.count())
     replica = RemoteReplica(pair.trainer, check, places=8, newest=lambda: 0)
     got: list = []
     pair.sampler.on(Start, lambda m: got.extend(m.requests))

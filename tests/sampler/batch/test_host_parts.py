@@ -185,9 +185,9 @@ def test_slots_sort_a_blocks_tokens_out_by_owner() -> None:
     slots = Slots(3, max_new=8, cache=KvCache(form, 8))
     slots.occupy(0, 2, table_of(form, [1]), version=4)
     slots.occupy(2, 3, table_of(form, [2]), version=5)
-    drawn = tokens(10, 11, 12, 13, 14, 15).reshape(2, 3)
+    sampled = tokens(10, 11, 12, 13, 14, 15).reshape(2, 3)
     owners = tokens(0, 2, 2, 3, 3, 3).reshape(2, 3)  # slot 2 took row 0 over; row 1 is empty
-    spans = slots.take(drawn, drawn.astype(np.float32), owners, version=6)
+    spans = slots.take(sampled, sampled.astype(np.float32), owners, version=6)
     assert [tuple(s) for s in spans] == [(0, 0, 1), (2, 0, 2)]
     assert slots.tokens[0, :1].tolist() == [10] and slots.tokens[2, :2].tolist() == [11, 12]
     assert slots.versions[0, :1].tolist() == [4], "the first token has the old logits' version"
@@ -200,10 +200,10 @@ def test_masks_are_stored_for_the_requests_that_ask_for_them_alone() -> None:
     slots = Slots(2, max_new=8, cache=KvCache(form, 8))
     for slot in (0, 1):
         slots.occupy(slot, 2, table_of(form, [slot + 1]), version=4)
-    drawn, full = tokens(3, 5).reshape(2, 1), np.array([[-0.5], [-0.7]], np.float32)
+    sampled, full = tokens(3, 5).reshape(2, 1), np.array([[-0.5], [-0.7]], np.float32)
     words = np.array([0b101000, 2**32 - 1], np.uint32).reshape(2, 1, 1)  # [R, block, V / 32]
     owners = tokens(0, 1).reshape(2, 1)
-    slots.take(drawn, full, owners, 4, TokenExtras(full, words), wanted={0})
+    slots.take(sampled, full, owners, 4, TokenExtras(full, words), masked={0})
     assert [of.record().num_tokens for of in slots.masks] == [1, 0]
     own = slots.output(0, extras=True)
     assert own.kept is not None and own.kept.ids.tolist() == [3, 5]
@@ -217,15 +217,15 @@ def test_bits_come_back_as_token_ids() -> None:
 
 
 def test_memory_plan_refuses_what_could_never_finish_a_sequence() -> None:
-    wish = {
+    sizes = {
         "token_bytes": 64, "layout": ALL, "max_length": 100, "page_tokens": 16, "block": 16,
         "reserve_share": 0.25,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"needs 7\. Give at least"):
-        plan_memory(**wish, slots=4, budget_bytes=6 * 16 * 64)
-    plan = plan_memory(**wish, slots=None, budget_bytes=80 * 16 * 64)
+        plan_memory(**sizes, slots=4, budget_bytes=6 * 16 * 64)
+    plan = plan_memory(**sizes, slots=None, budget_bytes=80 * 16 * 64)
     assert (plan.pages, plan.slots, plan.kv_bytes) == (80, 20, 80 * 16 * 64)
-    roomy = plan_memory(**wish, slots=4, budget_bytes=None)
+    roomy = plan_memory(**sizes, slots=4, budget_bytes=None)
     assert roomy.pages >= (4 + 1) * 7, "every slot can hold the longest sequence"
 
 

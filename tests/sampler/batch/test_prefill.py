@@ -12,8 +12,8 @@ from jaxrl_async.sampler.batch.prefill import (
     chunks_of,
     insert_args,
     leaders,
-    placings,
     plan_parts,
+    slot_inserts,
 )
 from jaxrl_async.sampler.batch.sequence import LiveRequest, Prefilling
 from jaxrl_async.sampler.device.engine_spec import EngineSpec
@@ -87,8 +87,8 @@ def test_followers_take_their_leaders_logits_and_a_copy_of_its_last_page():
     leader.followers.append(follower)
     assert leaders([leader, follower]) == [leader]
     chunk = only_chunk(leaders([leader, follower]), 100)
-    (placed,) = placings(chunk.advance(), ENGINE)
-    args = insert_args(chunk.cells, placed, ENGINE, seed=0)
+    (inserted,) = slot_inserts(chunk.advance(), ENGINE)
+    args = insert_args(chunk.cells, inserted, ENGINE, seed=0)
     assert args.rows[:2].tolist() == [0, 0] and args.slots.tolist() == [0, 3, 4, 4]
     assert args.sources.tolist() == [2, 0, 0, 0] and args.targets.tolist() == [5, 20, 20, 20]
     assert (args.slot_params.keys[0] != args.slot_params.keys[1]).any()

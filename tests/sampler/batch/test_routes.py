@@ -52,14 +52,14 @@ def marked(version: int) -> Params:
 PARAMS = init_params(SPEC, jax.random.key(0))
 ON_PAGES = {"attention": "ragged", "kv_memory_mib": 16 * TIGHT}
 """A TPU's, whose heads are padded to 128."""
-TELLING = SamplerSettings(keep_routing=True)
+ROUTING = SamplerSettings(keep_routing=True)
 
 
 def sampler_of(
-    params: Params = PARAMS, weights: WeightSource = FIXED_WEIGHTS, **wishes: Any
+    params: Params = PARAMS, weights: WeightSource = FIXED_WEIGHTS, **settings: Any
 ) -> Sampler:
-    section = SECTION.model_copy(update=wishes)
-    return Sampler((SPEC, params), section=section, weights=weights, settings=TELLING)
+    section = SECTION.model_copy(update=settings)
+    return Sampler((SPEC, params), section=section, weights=weights, settings=ROUTING)
 
 
 @pytest.fixture(scope="module", params=[{}, pytest.param(ON_PAGES, marks=pytest.mark.exhaustive)])
@@ -69,13 +69,13 @@ def sampler(request) -> Iterator[Sampler]:
     one.close()
 
 
-def wish(number: int, prompt: Any = None, **wishes: Any) -> Request:
+def req(number: int, prompt: Any = None, **changes: Any) -> Request:
     random = np.random.default_rng(number)
     if prompt is None:
         prompt = random.integers(0, VOCAB, 12 + number % 5)
     base: dict[str, Any] = {"max_new_tokens": 9, "stop_token_ids": (), "key": (number, 0)}
     ids = np.asarray(prompt, np.int32)
-    return Request(request_id=f"g{number}/m0/t0", token_ids=ids, **{**base, **wishes})
+    return Request(request_id=f"g{number}/m0/t0", token_ids=ids, **{**base, **changes})
 
 
 @partial(jax.jit, static_argnums=0)
@@ -89,12 +89,12 @@ def changed(spec: ModelSpec, params: Params, ids: Any, experts: Any) -> Any:
 def assert_chosen(request: Request, done: Completion, params: Params = PARAMS) -> None:
     """The experts are those that a forward pass over the whole sequence chooses freely."""
     ids = np.concatenate([request.token_ids, done.token_ids])
-    told = done.expert_ids
-    assert told is not None and told.dtype == np.int8
-    assert told.shape == (len(ids) - 1, LAYERS, CHOSEN)
-    assert told.min() >= 0 and told.max() < EXPERTS
+    experts = done.expert_ids
+    assert experts is not None and experts.dtype == np.int8
+    assert experts.shape == (len(ids) - 1, LAYERS, CHOSEN)
+    assert experts.min() >= 0 and experts.max() < EXPERTS
     whole = np.full((1, 64, LAYERS, CHOSEN), -1, np.int8)
-    whole[0, : len(told)] = told
+    whole[0, : len(experts)] = experts
     row = np.zeros((1, 64), np.int32)
     row[0, : len(ids)] = ids
     assert not np.asarray(changed(SPEC, params, row, whole))[0, : len(ids)].any()
@@ -103,7 +103,7 @@ def assert_chosen(request: Request, done: Completion, params: Params = PARAMS) -
 @pytest.mark.full
 def test_a_group_that_shares_its_prefill_tells_the_experts_of_prompt_and_answer(sampler):
     prompt = np.arange(5, 26)  # two full pages and a copied one
-    requests = [wish(i, prompt, max_new_tokens=3 + 5 * i) for i in range(4)]
+    requests = [req(i, prompt, max_new_tokens=3 + 5 * i) for i in range(4)]
     for request, done in zip(requests, sampler.generate(requests), strict=True):
         assert_chosen(request, done)
     assert len({done.expert_ids.tobytes() for done in sampler.generate(requests)}) == 4
@@ -111,9 +111,9 @@ def test_a_group_that_shares_its_prefill_tells_the_experts_of_prompt_and_answer(
 
 @pytest.mark.full
 def test_pages_found_in_the_prefix_store_bring_their_experts(sampler):
-    first = wish(0)
+    first = req(0)
     (done,) = sampler.generate([first])
-    turn = wish(1, np.concatenate([first.token_ids, done.token_ids, [7, 8, 9]]))
+    turn = req(1, np.concatenate([first.token_ids, done.token_ids, [7, 8, 9]]))
     (later,) = sampler.generate([turn])
     assert sampler.stats().prefix_hit_tokens > 0
     assert_chosen(turn, later)
@@ -121,7 +121,7 @@ def test_pages_found_in_the_prefix_store_bring_their_experts(sampler):
 
 @pytest.mark.full
 def test_experts_survive_preemption_and_sequences_that_take_over_rows(sampler):
-    requests = [wish(i, max_new_tokens=20 + i) for i in range(10)]
+    requests = [req(i, max_new_tokens=20 + i) for i in range(10)]
     for request, done in zip(requests, sampler.generate(requests), strict=True):
         assert_chosen(request, done)
     assert sampler.stats().preempted > 0
@@ -129,7 +129,7 @@ def test_experts_survive_preemption_and_sequences_that_take_over_rows(sampler):
 
 @pytest.mark.parametrize("with_kv", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_saved_requests_and_their_branches_go_on_with_their_experts(sampler, tmp_path, with_kv):
-    request = wish(3, max_new_tokens=30)
+    request = req(3, max_new_tokens=30)
     (whole,) = sampler.generate([request])
     future = sampler.start_many([request])[0]
     while not future.done():
@@ -146,7 +146,7 @@ def test_saved_requests_and_their_branches_go_on_with_their_experts(sampler, tmp
     np.testing.assert_array_equal(resumed.expert_ids, whole.expert_ids)
     for branch in sampler.resume(branches(loaded, 3)):
         assert_chosen(request, branch)
-    unknown = replace(loaded, expert_ids=None)  # of a sampler that told none: made again
+    unknown = replace(loaded, expert_ids=None)  # of a sampler that returned none: made again
     np.testing.assert_array_equal(sampler.resume([unknown])[0].expert_ids, whole.expert_ids)
 
 
@@ -165,8 +165,8 @@ def test_a_tokens_experts_are_of_the_version_that_drew_the_next_one(mode, memory
     one = sampler_of(
         marked(0), source, on_new_weights=mode, kv_memory_mib=memory, prefix_cache=False
     )
-    requests = [wish(i, max_new_tokens=24) for i in range(7)]
-    requests += [wish(9, requests[0].token_ids, max_new_tokens=24)]
+    requests = [req(i, max_new_tokens=24) for i in range(7)]
+    requests += [req(9, requests[0].token_ids, max_new_tokens=24)]
     finished = one.generate(requests)
     assert one.stats().swaps > 0 and (memory is None or one.stats().preempted > 0)
     one.close()
@@ -183,22 +183,22 @@ def test_a_tokens_experts_are_of_the_version_that_drew_the_next_one(mode, memory
 @pytest.mark.full
 def test_without_keep_routing_nothing_is_told_and_a_dense_model_has_nothing_to_tell():
     plain = Sampler((SPEC, PARAMS), section=SECTION)
-    telling = sampler_of()
-    request = wish(5)
-    (silent,), (told,) = plain.generate([request]), telling.generate([request])
+    routing = sampler_of()
+    request = req(5)
+    (plain_done,), (done,) = plain.generate([request]), routing.generate([request])
     plain.close()
-    telling.close()
-    assert silent.expert_ids is None
-    assert silent.token_ids.tolist() == told.token_ids.tolist()
+    routing.close()
+    assert plain_done.expert_ids is None
+    assert plain_done.token_ids.tolist() == done.token_ids.tolist()
     # the programs differ, and XLA may fuse the one otherwise than the other
-    np.testing.assert_allclose(silent.logprobs, told.logprobs, rtol=1e-6)
+    np.testing.assert_allclose(plain_done.logprobs, done.logprobs, rtol=1e-6)
     dense = ModelSpec.from_architecture(schema.ArchitectureSection(**SHAPE), VOCAB)
     with pytest.raises(ConfigError, match="the qwen3 model is dense"):
-        Sampler((dense, init_params(dense, jax.random.key(0))), settings=TELLING)
+        Sampler((dense, init_params(dense, jax.random.key(0))), settings=ROUTING)
 
 
 def test_a_saved_request_of_which_nothing_was_drawn_tells_all_its_experts(sampler):
-    request = wish(6)
+    request = req(6)
     (whole,) = sampler.generate([request])
     nothing = np.zeros(0, np.int32)
     empty = Partial(
@@ -212,7 +212,7 @@ def test_a_saved_request_of_which_nothing_was_drawn_tells_all_its_experts(sample
     "wrong", [lambda e: e[:-1], lambda e: e + EXPERTS, lambda e: e.astype(np.float32)]
 )
 def test_experts_that_no_sampler_told_are_refused(sampler, wrong):
-    one = wish(7, max_new_tokens=12)
+    one = req(7, max_new_tokens=12)
     done = sampler.generate([one])[0]
     saved = Partial(
         request=one,

@@ -38,10 +38,10 @@ def test_programs_where_padding_costs_are_more_than_half_full(counts, rows, most
         assert size in buckets and 0 < len(run) <= rows
         tokens = sum(count for _, count in run)
         assert tokens <= size and (2 * tokens > size or size == buckets[0])
-        for place, (index, count) in enumerate(run):
+        for position, (index, count) in enumerate(run):
             assert count > 0 and sum(done[index + 1 :]) == 0, "in their order"
             done[index] += count
-            assert done[index] == counts[index] or place == len(run) - 1
+            assert done[index] == counts[index] or position == len(run) - 1
     assert done == counts
 
 

@@ -20,9 +20,9 @@ class Asked:
     request: Request
 
 
-def asked(level: int, place: int = 0) -> Asked:
+def asked(level: int, order: int = 0) -> Asked:
     ids = np.zeros(1, np.int32)
-    return Asked(Request(request_id="r", token_ids=ids, max_new_tokens=1, priority=(level, place)))
+    return Asked(Request(request_id="r", token_ids=ids, max_new_tokens=1, priority=(level, order)))
 
 
 @dataclass
@@ -90,7 +90,7 @@ def test_the_queue_does_as_its_rules_say(steps, overtakes) -> None:
             rules.remove(gone)
             assert gone not in queue
         assert len(queue) == len(rules.front) + len(rules.others)
-        assert [*queue.front(), *queue._where] == [*rules.front, *rules.others]
+        assert [*queue.front(), *queue._entries] == [*rules.front, *rules.others]
         by_priority = sorted(rules.others, key=lambda one: one.request.priority)
         assert list(queue) == [*rules.front, *by_priority]
 
@@ -149,14 +149,14 @@ def test_a_sampler_serves_random_traffic_of_threads_as_the_rules_say(one_slot, t
             return real[name](given, **how)
 
         setattr(queue, name, noted)
-    queue._in_a_row = 0
+    queue._passed_in_a_row = 0
 
     def submit(share: list, thread: int) -> None:
-        wishes = [
+        reqs = [
             request(n, request_id=f"t{thread}/{i}", max_new_tokens=2, priority=(level, n))
             for i, (n, level) in enumerate(share)
         ]
-        for future in one_slot.start_many(wishes):
+        for future in one_slot.start_many(reqs):
             future.result(60)
 
     threads = [threading.Thread(target=submit, args=(s, t)) for t, s in enumerate(traffic)]
@@ -190,8 +190,8 @@ def one_slot():
 
 def test_what_a_remote_sampler_is_sent_first_is_the_most_urgent() -> None:
     requests = OutstandingRequests(places=1)
-    wishes = [request(i, priority=(level, 0)) for i, level in enumerate([0, 1, 0, -1, 0, -1, 1])]
-    outs = requests.add(wishes)
+    reqs = [request(i, priority=(level, 0)) for i, level in enumerate([0, 1, 0, -1, 0, -1, 1])]
+    outs = requests.add(reqs)
     sent = requests.take_sendable()
     assert len(sent) == SENT_FACTOR
     assert sent == [outs[3], outs[5], outs[0]]

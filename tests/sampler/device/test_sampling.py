@@ -18,12 +18,12 @@ from jaxrl_async.sampler.device.sampling import (
     BLOCK,
     Controls,
     Mix,
-    drawn,
+    invert_cdf,
     likely,
     ranks_of,
     sample,
 )
-from jaxrl_async.sampler.device.sampling_kernel import drawn_by_kernel, takes_kernel
+from jaxrl_async.sampler.device.sampling_kernel import sample_by_kernel, takes_kernel
 
 VOCABS = (1, 2, 100, BLOCK, BLOCK + 1, 1000, 4096)
 
@@ -46,14 +46,14 @@ def kernel(
     numbers = jnp.stack(
         [controls.temperature, controls.top_p, jnp.log(controls.min_p), u], axis=1
     ).astype(jnp.float32)
-    tokens, logprobs, floor = drawn_by_kernel(
+    tokens, logprobs, floor = sample_by_kernel(
         logits, numbers, jnp.asarray(controls.top_k)[:, None], truncated=truncated, interpret=True
     )
     return tokens, logprobs, (logits >= floor[:, None]) & (logits > -jnp.inf)
 
 
 DRAWS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "xla": drawn,
+    "xla": invert_cdf,
     "kernel": lambda *args: kernel(*args)[:2],
 }
 
@@ -120,10 +120,10 @@ def test_a_small_vocabulary_is_one_block_without_padding() -> None:
     for vocab in (1, 13, 64, 127):
         logits, u = logits_of(rng, 500, vocab), jnp.asarray(rng.random(500), jnp.float32)
         padded = np.pad(logits, ((0, 0), (0, BLOCK - vocab)), constant_values=-np.inf)
-        mine, other = (jax.jit(drawn)(jnp.asarray(x), u) for x in (logits, padded))
+        mine, other = (jax.jit(invert_cdf)(jnp.asarray(x), u) for x in (logits, padded))
         np.testing.assert_array_equal(mine[0], other[0])
         np.testing.assert_array_equal(mine[1], other[1])
-        text = jax.jit(drawn).lower(jnp.asarray(logits), u).as_text()
+        text = jax.jit(invert_cdf).lower(jnp.asarray(logits), u).as_text()
         assert f"x{vocab}xf32>" in text and (f"x{BLOCK}xf32>" not in text)
 
 
@@ -257,7 +257,7 @@ def kept_by_definition(logits: np.ndarray, k: int, p: float, m: float) -> list[i
     return sorted(found)
 
 
-FORMS = {"xla": None, "kernel": partial(drawn_by_kernel, interpret=True)}
+FORMS = {"xla": None, "kernel": partial(sample_by_kernel, interpret=True)}
 
 
 @pytest.mark.full

@@ -20,16 +20,16 @@ def job(prompt: int, *, died: int = 0, avoid: int | None = None) -> RouterJob:
 
 
 def slots(*in_flight: int) -> list[Candidate]:
-    return [Candidate(slot=i, in_flight=n, places=8) for i, n in enumerate(in_flight)]
+    return [Candidate(slot=i, in_flight=n, capacity=8) for i, n in enumerate(in_flight)]
 
 
 def test_a_prefix_goes_home_unless_home_is_much_busier() -> None:
-    idle, busy = Candidate(in_flight=0, places=8), Candidate(in_flight=8, places=8)
-    some = Candidate(in_flight=1, places=8)
-    assert choose([some, idle], home=0) == 0
-    assert choose([busy, idle], home=0) == 1
-    assert choose([some, idle], home=None) == 1
-    assert choose([idle, idle], home=None) == 0
+    idle, busy = Candidate(in_flight=0, capacity=8), Candidate(in_flight=8, capacity=8)
+    some = Candidate(in_flight=1, capacity=8)
+    assert choose([some, idle], previous=0) == 0
+    assert choose([busy, idle], previous=0) == 1
+    assert choose([some, idle], previous=None) == 1
+    assert choose([idle, idle], previous=None) == 0
 
 
 def test_groups_stay_together_and_each_goes_where_there_is_room() -> None:
@@ -44,15 +44,17 @@ def test_groups_stay_together_and_each_goes_where_there_is_room() -> None:
 def test_a_prefix_returns_to_its_slot_until_too_many_others_came() -> None:
     dealer, prompt = Dealer(), job(5)
     assert list(dealer.deal([prompt], slots(1, 0)).shares) == [1]
-    assert list(dealer.deal([prompt], slots(0, 1)).shares) == [1], "its home"
+    assert list(dealer.deal([prompt], slots(0, 1)).shares) == [1], "its slot"
     for other in range(100, 100 + REMEMBERED):
         dealer.deal([job(other)], slots(0, 0))
     assert list(dealer.deal([prompt], slots(0, 1)).shares) == [0], "forgotten"
 
 
-def turn(talk: int, length: int) -> RouterJob:
-    tokens = np.full(length, talk, np.int32)
-    request = Request(request_id=f"t{talk}", token_ids=tokens, max_new_tokens=4, key=(talk, 0))
+def turn(conversation: int, length: int) -> RouterJob:
+    tokens = np.full(length, conversation, np.int32)
+    request = Request(
+        request_id=f"t{conversation}", token_ids=tokens, max_new_tokens=4, key=(conversation, 0)
+    )
     return job_for_thread(request)
 
 
@@ -61,12 +63,12 @@ def test_conversations_are_remembered_by_the_places_that_there_are() -> None:
     """4,096 at least, else 16 for each place: one-turn requests do not fill memory for good."""
 
     def remembered(dealer: Dealer, there: list[Candidate]) -> list[int]:
-        for talk in range(10_000):
-            dealer.deal([turn(talk, 40)], there)
+        for conversation in range(10_000):
+            dealer.deal([turn(conversation, 40)], there)
         return [t for t in range(10_000) if not dealer.may_wait(turn(t, 50), lambda slot: True)]
 
     assert remembered(Dealer(), slots(0, 0)) == list(range(10_000 - 4096, 10_000))
-    large = [Candidate(slot=i, in_flight=0, places=256) for i in range(2)]
+    large = [Candidate(slot=i, in_flight=0, capacity=256) for i in range(2)]
     dealer = Dealer()
     assert remembered(dealer, large) == list(range(10_000 - 16 * 512, 10_000))
     few = [replace(large[0], in_flight=1)]
@@ -90,7 +92,7 @@ def test_suspects_are_tried_one_at_a_time_on_a_slot_of_their_own() -> None:
     first, second, other = job(5, died=2), job(6, died=3), job(7)
     deal = Dealer().deal([other, first, second], slots(2, 0))
     assert deal.shares == {1: [first], 0: [other]} and deal.waiting == [second]
-    trying = [Candidate(slot=0, in_flight=1, places=8, tries_suspect=True), *slots(0, 0)[1:]]
+    trying = [Candidate(slot=0, in_flight=1, capacity=8, tries_suspect=True), *slots(0, 0)[1:]]
     deal = Dealer().deal([second, other], trying)
     assert deal.shares == {1: [other]} and deal.waiting == [second]
 

@@ -14,7 +14,7 @@ from tiny import request
 
 from jaxrl_async.errors import Closed, Disconnected, RolloutError
 from jaxrl_async.metrics.fault_counts import FaultCounts
-from jaxrl_async.sampler.request_checks import RequestCheck, Room
+from jaxrl_async.sampler.request_checks import RequestCheck, RequestLimits
 from jaxrl_async.sampler.router import router as router_module
 from jaxrl_async.sampler.router.job import SUSPECT_AFTER_CUTS, job_for_thread
 from jaxrl_async.sampler.router.router import Elastic, Router
@@ -30,7 +30,7 @@ WAIT_S = 300.0
 def elastic(count=0, **limits):
     """A router whose replicas come and go, and which looks after them when the test says so."""
     clock, faults = VirtualClock(), FaultCounts()
-    check = RequestCheck(Room(max_length=64, seed=7), itertools.count())
+    check = RequestCheck(RequestLimits(max_length=64, seed=7), itertools.count())
     router = Router(
         [],
         limits=replace(RestartLimits(hang_s=10.0, nonfinite_in_a_row=2), **limits),
@@ -52,10 +52,10 @@ def numbered(number):
     return request(number % 5, request_id=f"r{number}", key=(number, 0))
 
 
-def drawn(wish, count=2):
+def sampled_partial(req, count=2):
     """A request under way."""
     return Partial(
-        request=wish,
+        request=req,
         token_ids=np.ones(count, np.int32),
         logprobs=np.full(count, -1.0, np.float32),
         versions=np.zeros(count, np.int32),
@@ -85,11 +85,11 @@ def test_requests_wait_for_the_first_sampler_and_are_checked_without_one():
 
 def test_a_leaving_samplers_requests_continue_where_they_were():
     router, _, faults = elastic(2)
-    wishes = [numbered(i) for i in range(4)]
-    futures = router.start_many(wishes)
+    reqs = [numbered(i) for i in range(4)]
+    futures = router.start_many(reqs)
     first, second = router.samplers
     mine = list(first.held_ids)
-    first.leave([drawn(wishes[int(mine[0][1:])], count=1)])
+    first.leave([sampled_partial(reqs[int(mine[0][1:])], count=1)])
     router.look()
     assert router.samplers == (second,) and first.abandoned
     moved = {getattr(g, "request", g).request_id: g for g, _ in second.held}
@@ -102,13 +102,13 @@ def test_a_leaving_samplers_requests_continue_where_they_were():
 
 def test_of_two_requests_with_one_id_each_gets_its_own_tokens_back():
     router, _, _ = elastic(1)
-    wish = numbered(1)
-    router.start_many([wish, replace(wish, key=(9, 9))])
+    req = numbered(1)
+    router.start_many([req, replace(req, key=(9, 9))])
     leaving = router.samplers[0]
     futures = [future for _, future in leaving.held]
     leaving.leave()
     leaving.departure = replace(
-        leaving.departure, partials={futures[1]: drawn(replace(wish, key=(9, 9)))}
+        leaving.departure, partials={futures[1]: sampled_partial(replace(req, key=(9, 9)))}
     )
     router.look()
     last = remote()
@@ -158,7 +158,7 @@ def test_requests_of_one_that_has_gone_overtake_those_that_nobody_has_begun(leav
     under_way, returned = list(second.held_ids), list(first.held_ids)
     assert len(under_way) == len(returned) == 5, "as many as there is room for"
     if leaves:
-        first.leave([drawn(given) for given, _ in first.held[2:4]])
+        first.leave([sampled_partial(given) for given, _ in first.held[2:4]])
         at_once = [returned.pop(2), returned.pop(2)]
     else:
         first.die(Disconnected("the line was cut"))
@@ -290,8 +290,8 @@ def test_without_a_sampler_it_says_so_waits_and_ends_with_what_to_do(caplog):
     router.samplers[0].die(Disconnected("cut"))
     for _ in range(10):
         router.look()
-    said = [r.message for r in caplog.records if "no sampler is available" in r.message]
-    assert len(said) == 1 and "1 requests wait" in said[0] and "300 s" in said[0]
+    messages = [r.message for r in caplog.records if "no sampler is available" in r.message]
+    assert len(messages) == 1 and "1 requests wait" in messages[0] and "300 s" in messages[0]
     clock.advance(REMIND_S)
     router.look()
     router.look()
@@ -482,7 +482,7 @@ def test_whoever_comes_and_goes_each_request_has_exactly_one_answer(count, sched
             sampler.answer(nan=event == "nan")
         elif event == "leave":
             running = [getattr(g, "request", g) for g, f in sampler.held if not f.done()]
-            handed = [drawn(r) for r in running[: pick + 1] if r.max_new_tokens > 2]
+            handed = [sampled_partial(r) for r in running[: pick + 1] if r.max_new_tokens > 2]
             moved |= {p.request.request_id for p in handed}
             sampler.leave(handed)
         elif event == "cut":
@@ -501,8 +501,8 @@ def test_whoever_comes_and_goes_each_request_has_exactly_one_answer(count, sched
         for sampler in router.samplers:
             while sampler.held and sampler not in hung and sampler.error is None:
                 given, future = sampler.held[0]
-                wish = getattr(given, "request", given)
-                if not future.cancelled() and wish.request_id in moved:
+                req = getattr(given, "request", given)
+                if not future.cancelled() and req.request_id in moved:
                     assert isinstance(given, Partial), "what was drawn is drawn again"
                 sampler.answer()
         clock.advance(11)

@@ -93,12 +93,12 @@ def test_older_groups_come_first_also_where_a_dead_samplers_requests_come_back()
     assert all(f.result(0) for f in futures)
 
 
-def begun(number, drawn):
+def begun(number, sampled):
     """A request under way that has drawn so much."""
-    zeros = np.zeros(drawn, np.int32)
-    wish = request(number, request_id=f"g{number}/m0")
+    zeros = np.zeros(sampled, np.int32)
+    req = request(number, request_id=f"g{number}/m0")
     return Partial(
-        request=wish, token_ids=zeros, logprobs=zeros.astype(np.float32), versions=zeros, seed=0
+        request=req, token_ids=zeros, logprobs=zeros.astype(np.float32), versions=zeros, seed=0
     )
 
 
@@ -109,8 +109,8 @@ def test_a_dying_replica_takes_nothing_from_the_progress_of_the_others():
     dying, well = router.samplers
     dying.error = Closed("it has just died")
     well.partials = (replace(well.held[0][0], token_ids=np.zeros(5, np.int32)),)
-    drawn = {p.request.request_id: len(p.token_ids) for p in router.progress()}
-    assert drawn == {ids[0]: 1, ids[1]: 5}, "as it was handed over, and as the replica reports"
+    sampled = {p.request.request_id: len(p.token_ids) for p in router.progress()}
+    assert sampled == {ids[0]: 1, ids[1]: 5}, "as it was handed over, and as the replica reports"
     assert router.save(ids[1]) is well.partials[0]
     with pytest.raises(RolloutError, match="'r9' is not running"):
         router.save("r9")

@@ -58,5 +58,5 @@ def test_one_that_nobody_can_replace_is_removed_at_once(restarts):
 
 @pytest.mark.full
 def test_that_nobody_is_there_is_said_at_once_and_from_time_to_time():
-    said = [messages_due(t) for t in (0.0, REMIND_S - 1, REMIND_S, 3 * REMIND_S)]
-    assert said == [1, 1, 2, 4]
+    counts = [messages_due(t) for t in (0.0, REMIND_S - 1, REMIND_S, 3 * REMIND_S)]
+    assert counts == [1, 1, 2, 4]

@@ -1,7 +1,7 @@
-"""The adapters of a sampler, with their places and versions. Pure host code.
+"""The adapters of a sampler, with their slots and versions. Pure host code.
 
 A name and a version identify weights for the lifetime of the sampler: a version of a name is never
-used twice, even after an unload. KV is therefore shared by name and version (`PlacedAdapter.salt`).
+used twice, even after an unload. KV is therefore shared by name and version (`LoadedAdapter.salt`).
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from jaxrl_async.types import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedAdapter:
+class LoadedAdapter:
     """The adapter that a request uses, on top of the base weights."""
 
     name: str = ""  # empty: only the base
     version: int = 0
-    place: int = 0  # from 1; 0: only the base
+    slot: int = 0  # from 1; 0: only the base
 
     @property
     def salt(self) -> bytes:
@@ -25,14 +25,14 @@ class PlacedAdapter:
         return f"{self.name}\0{self.version}".encode() if self.name else b""
 
 
-class AdapterPlaces:
-    """The adapters in their places. Changed only by the sampler's thread; any thread may read
+class AdapterSlots:
+    """The adapters in their slots. Changed only by the sampler's thread; any thread may read
     `loaded`, which is replaced as a whole."""
 
     def __init__(self, count: int = 0) -> None:
-        """count: of places; 0: no adapters."""
+        """count: of slots; 0: no adapters."""
         self.count = count
-        self.loaded: Mapping[str, PlacedAdapter] = {}
+        self.loaded: Mapping[str, LoadedAdapter] = {}
         self.leaving: frozenset[str] = frozenset()  # take no new requests
         self._last: dict[str, int] = {}  # newest version of each name so far
 
@@ -53,7 +53,7 @@ class AdapterPlaces:
             raise RolloutError(f"{where}: adapter {name!r} is being unloaded. Name another.")
         self.find(name, where)
 
-    def find(self, name: str, where: str) -> PlacedAdapter:
+    def find(self, name: str, where: str) -> LoadedAdapter:
         """Return a loaded adapter. Raises RolloutError, which lists them, for another name."""
         found = self.loaded.get(name)
         if found is None:
@@ -64,26 +64,26 @@ class AdapterPlaces:
             )
         return found
 
-    def next_version(self, name: str, wanted: int | None) -> int:
-        """Return the version that new weights of this name get. wanted: None for the next one.
+    def next_version(self, name: str, given: int | None) -> int:
+        """Return the version that new weights of this name get. given: None for the next one.
         Raises ConfigError if it is not newer than the last one."""
         last = self._last.get(name)
-        if wanted is None:
+        if given is None:
             return 0 if last is None else last + 1
-        if last is not None and wanted <= last:
+        if last is not None and given <= last:
             raise ConfigError(
-                f"adapter {name!r}: version {wanted} is not newer than version {last}, which was "
+                f"adapter {name!r}: version {given} is not newer than version {last}, which was "
                 "loaded before. Give a higher one, or none."
             )
-        return wanted
+        return given
 
-    def place_for(self, name: str) -> int:
-        """Return the place that an adapter of this name has or would get. Raises ConfigError if no
-        place is free."""
+    def slot_for(self, name: str) -> int:
+        """Return the slot that an adapter of this name has or would get. Raises ConfigError if no
+        slot is free."""
         if name in self.loaded:
-            return self.loaded[name].place
-        taken = {one.place for one in self.loaded.values()}
-        free = next((p for p in range(1, self.count + 1) if p not in taken), None)
+            return self.loaded[name].slot
+        taken = {one.slot for one in self.loaded.values()}
+        free = next((i for i in range(1, self.count + 1) if i not in taken), None)
         if free is None:
             raise ConfigError(
                 f"adapter {name!r}: all {self.count} places are taken, by "
@@ -92,13 +92,13 @@ class AdapterPlaces:
             )
         return free
 
-    def put(self, adapter: PlacedAdapter) -> None:
-        """Record an adapter in its place."""
+    def put(self, adapter: LoadedAdapter) -> None:
+        """Record an adapter in its slot."""
         self._last[adapter.name] = adapter.version
         self.loaded = {**self.loaded, adapter.name: adapter}
 
     def take_out(self, name: str) -> None:
-        """Free an adapter's place."""
+        """Free an adapter's slot."""
         self.loaded = {n: one for n, one in self.loaded.items() if n != name}
         self.leaving -= {name}
 
@@ -110,11 +110,11 @@ class AdapterPlaces:
 class WeightsInUse:
     """The weights that each request of a batch uses. Changed only by the sampler's thread."""
 
-    def __init__(self, adapters: AdapterPlaces) -> None:
+    def __init__(self, adapters: AdapterSlots) -> None:
         """Begin with version 0 of the base."""
-        self.base, self.adapters = PlacedAdapter(), adapters
+        self.base, self.adapters = LoadedAdapter(), adapters
 
-    def of(self, request: Request) -> PlacedAdapter:
+    def of(self, request: Request) -> LoadedAdapter:
         """Return the weights of a request. Raises RolloutError if its adapter is not loaded."""
         if not request.adapter:
             return self.base
