@@ -244,7 +244,9 @@ class JudgeScorer:
                 if not isinstance(result, Unjudged):
                     rows.update(zip(batch, result, strict=True))
             failures[:] = [result for result in results if isinstance(result, Unjudged)]
-            outages = [result.reason for result in failures if isinstance(result.reason, Unavailable)]
+            outages = [
+                result.reason for result in failures if isinstance(result.reason, Unavailable)
+            ]
             if outages and (self._on_failure == "fail" or not rows):
                 raise outages[0]
 
