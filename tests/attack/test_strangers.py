@@ -249,7 +249,7 @@ class Process(Lockstep):
     """One of two processes of a trainer, that the other gave this message."""
 
     def __init__(self, index: int, other: str) -> None:
-        self._place(index, 2, first_plays=True)
+        self._set_rank(index, 2, first_plays=True)
         self._other = other
 
     def gather_json(self, value: object) -> list:

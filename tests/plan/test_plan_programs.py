@@ -279,7 +279,7 @@ def test_an_adapter_alone_is_trained_and_sent_beside_its_base(plain, dtype):
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "message"),
     [
         ({"run": {"job": "sft"}}, "run.job=sft has no samplers. Set run.job=rl"),
         ({"teacher": {"source": "self", "form": "loss"}}, "Set teacher.form=advantage"),
