@@ -19,7 +19,7 @@ from jaxrl_async.buffer.replay import BufferSettings, ReplayBuffer
 from jaxrl_async.config.schema import Config
 from jaxrl_async.errors import StalledError, TrainingError
 from jaxrl_async.metrics.console import Console
-from jaxrl_async.run.builders.observers import rejected, within_limits
+from jaxrl_async.run.builders.observers import count_rejected, within_limits
 from jaxrl_async.run.builders.rollouts import buffer_settings
 from jaxrl_async.run.watchdog import FLOOD, Notices, Reading, Watchdog
 from jaxrl_async.testing.clock import VirtualClock
@@ -76,7 +76,7 @@ def test_ten_steps_worth_and_128_groups_without_a_signal_end_a_run_by_default(
 
 def test_groups_without_a_signal_are_left_to_their_own_limit():
     """Before, max_resampled=0, "no limit", was one of ten steps' worth in faults.watchdog_s."""
-    assert rejected({"no_signal": 500, "stale": 3, "failed": 4}) == 7
+    assert count_rejected({"no_signal": 500, "stale": 3, "failed": 4}) == 7
 
 
 def test_one_group_with_a_signal_begins_the_count_anew():
@@ -202,7 +202,7 @@ SLOW = {
     "a slow reward within its limit": [
         replace(DRAWING, requests=0, score_s=90.0 * i, within_limits=True) for i in range(200)
     ],
-    "an outage": [replace(DRAWING, away=True)] * 200,
+    "an outage": [replace(DRAWING, outage=True)] * 200,
     "the caller thinks": [replace(DRAWING, with_caller=True)] * 200,
 }
 
@@ -213,7 +213,7 @@ def test_what_is_slow_is_no_stall(tmp_path, readings):
 
 
 def test_a_stall_after_an_outage_is_found_and_the_outage_does_not_count(tmp_path):
-    still = [replace(DRAWING, away=True)] * 100 + [DRAWING] * 19
+    still = [replace(DRAWING, outage=True)] * 100 + [DRAWING] * 19
     watched(tmp_path, still)
     with pytest.raises(StalledError, match="stuck part: sampler"):
         watched(tmp_path, [*still, DRAWING, DRAWING, DRAWING])
