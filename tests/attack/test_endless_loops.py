@@ -202,7 +202,7 @@ SLOW = {
     "a slow reward within its limit": [
         replace(DRAWING, requests=0, score_s=90.0 * i, within_limits=True) for i in range(200)
     ],
-    "an outage": [replace(DRAWING, away=True)] * 200,
+    "an outage": [replace(DRAWING, outage=True)] * 200,
     "the caller thinks": [replace(DRAWING, with_caller=True)] * 200,
 }
 
@@ -213,7 +213,7 @@ def test_what_is_slow_is_no_stall(tmp_path, readings):
 
 
 def test_a_stall_after_an_outage_is_found_and_the_outage_does_not_count(tmp_path):
-    still = [replace(DRAWING, away=True)] * 100 + [DRAWING] * 19
+    still = [replace(DRAWING, outage=True)] * 100 + [DRAWING] * 19
     watched(tmp_path, still)
     with pytest.raises(StalledError, match="stuck part: sampler"):
         watched(tmp_path, [*still, DRAWING, DRAWING, DRAWING])

@@ -169,18 +169,18 @@ def run_together(folder, plan, was, version, how):
     results: list = [None, None]
 
     def process(index):
-        lockstep, stop, kept = Together(index, 2, table, barrier), Stop(), Ledger(keep=True)
+        together, stop, kept = Together(index, 2, table, barrier), Stop(), Ledger(keep=True)
         path = folder / "ledger.jsonl"
         ledger = Ledger()
-        if lockstep.writes:
+        if together.writes:
             ledger = Ledger(path) if was is None else reopened(path, was, version, resumes=True)
         buffer = ReplayBuffer(BufferSettings(groups_per_step=PER_STEP, **how), ledger=kept)
         playing = {}
         if was is not None:
-            own = local_share(was, lockstep)
+            own = local_share(was, together)
             buffer.restore(own.buffer, version)
             playing = {g.ticket.group: g.ticket for g in own.groups}
-        source, now = SharedSource(buffer, lockstep, stop, kept, ledger), version
+        source, now = SharedSource(buffer, together, stop, kept, ledger), version
 
         def finish(fails=()):
             for _ in range(2):  # what fails makes room for others
@@ -212,7 +212,7 @@ def run_together(folder, plan, was, version, how):
         )
         rollouts, active = SimpleNamespace(progress=lambda: calls), how["max_staleness"] > 0
         state = rollouts_state(buffer, rollouts, active=active)
-        results[index] = gathered_state(state, source, ledger, lockstep), now
+        results[index] = gathered_state(state, source, ledger, together), now
         ledger.close()
 
     threads = [threading.Thread(target=process, args=(i,), daemon=True) for i in (0, 1)]

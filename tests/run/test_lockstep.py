@@ -180,9 +180,9 @@ def of_two(tmp_path, work, numbers=((0, 1), (0, 1))):
     results: list = [None, None]
 
     def process(index: int) -> None:
-        lockstep, stop, kept = Together(index, 2, table, barrier), Stop(), Ledger(keep=True)
-        ledger = Ledger(tmp_path / "ledger.jsonl") if lockstep.writes else Ledger()
-        source = SharedSource(Buffer(numbers[index], kept), lockstep, stop, kept, ledger)
+        together, stop, kept = Together(index, 2, table, barrier), Stop(), Ledger(keep=True)
+        ledger = Ledger(tmp_path / "ledger.jsonl") if together.writes else Ledger()
+        source = SharedSource(Buffer(numbers[index], kept), together, stop, kept, ledger)
         results[index] = work(index, source, stop)
         ledger.close()
 
@@ -213,13 +213,13 @@ def test_the_groups_of_the_only_process_with_rollouts_are_trained_on_by_all(tmp_
     groups: list = [None, None]
 
     def process(index: int) -> None:
-        lockstep = Together(index, 2, table, barrier, first_plays=True)
+        together = Together(index, 2, table, barrier, first_plays=True)
         kept, run = Ledger(keep=True), Ledger()
-        if lockstep.writes:
+        if together.writes:
             run = Ledger(tmp_path / "ledger.jsonl")
-        numbers = [LATE, 0, 5] if lockstep.plays else []
-        joined = lockstep.joined(Buffer(numbers, kept), Stop(), kept, run)
-        joined.source.set_limit(3) if not lockstep.plays else None
+        numbers = [LATE, 0, 5] if together.plays else []
+        joined = together.joined(Buffer(numbers, kept), Stop(), kept, run)
+        joined.source.set_limit(3) if not together.plays else None
         groups[index] = [[g.ticket.group for g in joined.source.draw(v).groups] for v in (0, 1)]
         run.close()
 
@@ -310,9 +310,9 @@ def prepared(folder, **run):
 
     def process(index: int) -> None:
         try:
-            lockstep = Together(index, 2, table, barrier)
+            together = Together(index, 2, table, barrier)
             with ExitStack() as closing:
-                found[index] = claim_together(closing, lockstep, check_together(config, lockstep))
+                found[index] = claim_together(closing, together, check_together(config, together))
         except ConfigError as error:
             found[index] = error
 
