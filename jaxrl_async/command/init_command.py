@@ -106,7 +106,7 @@ def ask_missing(args: argparse.Namespace, ask: Ask) -> argparse.Namespace:
 
 
 def _print_defaults(args: argparse.Namespace) -> None:
-    """Print the defaults of the options, for a terminal where no question can be asked."""
+    """Print what is chosen where no option is given and no question is asked."""
     usual = {
         "--model": ("a small model with random weights", args.model),
         "--data": ("the embedded task, additions", args.data or args.task),

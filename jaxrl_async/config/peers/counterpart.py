@@ -78,7 +78,7 @@ def without(reason: str, **defaults: object) -> dict[str, PeerField]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertedSettings:
+class PeerConversion:
     """A library's configuration in our settings."""
 
     settings: dict[str, Any]  # by key path
@@ -87,7 +87,7 @@ class ConvertedSettings:
 
 def converted(
     peer: Peer, values: Mapping[str, object], *, devices: int = 1, records: int | None = None
-) -> ConvertedSettings:
+) -> PeerConversion:
     """Convert a configuration.
 
     Args:
@@ -126,7 +126,7 @@ def converted(
                 continue
             if value is not KEEP:
                 settings[setting.path] = value
-    return ConvertedSettings(settings=settings, unconverted=unconverted)
+    return PeerConversion(settings=settings, unconverted=unconverted)
 
 
 def same_value(value: object, default: object) -> bool:

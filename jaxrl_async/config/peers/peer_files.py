@@ -9,13 +9,7 @@ import yaml
 
 from jaxrl_async.config.draft import parse_yaml, read_draft
 from jaxrl_async.config.load import flattened
-from jaxrl_async.config.peers.counterpart import (
-    ConvertedSettings,
-    Peer,
-    flat_fields,
-    is_plain,
-    plain,
-)
+from jaxrl_async.config.peers.counterpart import Peer, PeerConversion, flat_fields, is_plain, plain
 from jaxrl_async.config.peers.peer_hints import PEERS
 from jaxrl_async.config.peers.trl_fields import TRL
 from jaxrl_async.config.peers.verl_fields import VERL
@@ -103,7 +97,7 @@ def _written(value: object) -> Any:
     return [_written(v) for v in value] if isinstance(value, list | tuple | set) else value
 
 
-def notes_of(peer: Peer, conversion: ConvertedSettings) -> list[str]:
+def notes_of(peer: Peer, conversion: PeerConversion) -> list[str]:
     """Return what differs here although it has a counterpart: lines for a reader."""
     always = "staleness.max_staleness"
     paths = [path for path in peer.notes if path in conversion.settings or path == always]
@@ -114,7 +108,7 @@ def notes_of(peer: Peer, conversion: ConvertedSettings) -> list[str]:
     ]
 
 
-def written(peer: Peer, conversion: ConvertedSettings, source: str) -> str:
+def written(peer: Peer, conversion: PeerConversion, source: str) -> str:
     """Return a converted configuration as a YAML file, with comments about what differs."""
     tree = nested(conversion.settings)
     order = [name for name in Config.model_fields if name in tree]
