@@ -42,8 +42,8 @@ def each_seat_is_filled_once(config: Config) -> Iterator[str]:
         *((f"seats.{name}", section) for name, section in config.players.items()),
         *((f"seats.{name}.eval", s.eval) for name, s in config.players.items() if s.eval),
     ]:
-        beside = seat.policy or seat.model or seat.endpoint or seat.older
-        if seat.mixture and beside:
+        another = seat.policy or seat.model or seat.endpoint or seat.older
+        if seat.mixture and another:
             yield f"{path} has a mixture and another player. Move that player into the mixture."
 
 

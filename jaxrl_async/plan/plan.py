@@ -279,12 +279,12 @@ def trainer_side(
     params = bytes_per_device(trained(config, spec, mesh))
     wide = bytes_per_device(trained(config, spec, mesh, jnp.float32))
     older = bytes_per_device(reference(config, spec, mesh))
-    beside = optimizer_bytes(config.trainer, config.model.param_dtype) / 4
+    per_weight = optimizer_bytes(config.trainer, config.model.param_dtype) / 4
     memory = trainer_memory(
         own,
         params=params,
         gradients=wide,
-        optimizer=0.0 if "optimizer" in config.trainer.offload else beside * wide,
+        optimizer=0.0 if "optimizer" in config.trainer.offload else per_weight * wide,
         reference=older if runs_reference(config) else 0.0,
         resting=older if holds_reference(config) and not runs_reference(config) else 0.0,
         base=bytes_per_device(base_on_trainer(config, spec, mesh)),
@@ -339,7 +339,7 @@ def sampler_side(
     own = tuple(p for p in programs if p.side == "sampler")
     where = placement.sampler
     # Frozen models are assumed to be as large as the policy: they are not read here.
-    beside = resident_snapshots(config.players) + len(frozen_models(config.players))
+    count = resident_snapshots(config.players) + len(frozen_models(config.players))
     each = bytes_per_device((held.weights, held.state.kv, held.state.logits))
     on_pages = {
         "prefill": (0.0, held.prefill_kernel),
@@ -357,7 +357,7 @@ def sampler_side(
             sent=bytes_per_device(held.sent),
             pages=bytes_per_device(held.state.kv),
             state=bytes_per_device((held.state.logits, held.state.slot_params)),
-            opponents=beside * each,
+            opponents=count * each,
             usable=where.chip.usable_bytes,
         ),
     )

@@ -58,7 +58,7 @@ class ReplicaStats(Protocol):
     def ended(self) -> Self:
         """Return the statistics of a replica that is gone: its gauges are 0."""
 
-    def beside(self, others: Sequence[Self]) -> Self:
+    def merged_with(self, others: Sequence[Self]) -> Self:
         """Return one reading for this replica and the others that work alongside it."""
 
     def with_waiting(self, count: int) -> Self:

@@ -115,7 +115,7 @@ class SamplerStats:
         }
         return replace(self, **gauges)
 
-    def beside(self, others: Sequence["SamplerStats"]) -> "SamplerStats":
+    def merged_with(self, others: Sequence["SamplerStats"]) -> "SamplerStats":
         """Return the merged statistics of this sampler and others that run at the same time."""
         return _merged([self, *others], lambda kind: kind.over_replicas) if others else self
 
@@ -153,7 +153,7 @@ class RouterTotals:
         ]
         if not parts:
             return SamplerStats() if self._before is None else self._before
-        now = parts[0].beside(parts[1:])
+        now = parts[0].merged_with(parts[1:])
         return now if self._before is None else now.after(self._before)
 
     def change(self, slots: Mapping[int, ReplicaStats]) -> None:

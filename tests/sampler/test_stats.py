@@ -18,11 +18,11 @@ def test_counters_add_gauges_hold_now_and_of_the_largest_one_stays():
 def test_side_by_side_times_and_shares_are_means_and_requests_add():
     first = SamplerStats(busy_s=2.0, in_flight=3, used_page_share=0.5, compiled_programs=2)
     second = SamplerStats(busy_s=4.0, in_flight=1, used_page_share=0.0, compiled_programs=3)
-    both = first.beside([second])
+    both = first.merged_with([second])
     assert (both.busy_s, both.in_flight, both.used_page_share) == (3.0, 4, 0.25)
     assert both.compiled_programs == 5
     assert second.after(first).compiled_programs == 3, "a replica's programs outlive it"
-    assert first.beside([]) is first
+    assert first.merged_with([]) is first
 
 
 def test_nothing_came_before_the_first_one():

@@ -365,7 +365,7 @@ class WireSession:
         self._send_idle_s = 0.0 if now[1] != seen[1] or bye_sent else self._send_idle_s + passed_s
         silence_s = self._limits.silence_s
         if self._receive_idle_s > silence_s:
-            self.lost(f"nothing heard of {self._peer} for {silence_s:g} s")
+            self.lost(f"nothing received from {self._peer} for {silence_s:g} s")
         elif self._send_idle_s > silence_s:
             self.lost(f"{self._peer} has taken nothing for {silence_s:g} s")
 

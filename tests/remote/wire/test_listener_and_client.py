@@ -175,7 +175,7 @@ def test_a_stopped_process_counts_as_lost_and_learns_it_when_it_wakes(trainer: T
     with a_process(trainer.where, "echo") as child:
         trainer.session()
         child.send_signal(signal.SIGSTOP)
-        assert trainer.ends.get(timeout=WAIT_S) == "nothing heard of echo for 1.5 s"
+        assert trainer.ends.get(timeout=WAIT_S) == "nothing received from echo for 1.5 s"
         child.send_signal(signal.SIGCONT)
         assert ends_itself(child).startswith("ended ")
 

@@ -80,7 +80,10 @@ def test_a_line_that_loses_everything_ends_both(pair: SessionPair) -> None:
     pair.sampler.on_end(ended.put)
     pair.line.silence()
     reasons = {ended.get(timeout=WAIT_S), ended.get(timeout=WAIT_S)}
-    assert reasons == {"nothing heard of sampler-0 for 1 s", "nothing heard of trainer for 1 s"}
+    assert reasons == {
+        "nothing received from sampler-0 for 1 s",
+        "nothing received from trainer for 1 s",
+    }
 
 
 @pytest.mark.full
@@ -196,7 +199,7 @@ def test_one_thread_watches_all_sessions_and_ends_with_the_last(
     ended = queue.SimpleQueue[str]()
     pairs[3].sampler.on_end(ended.put)
     pairs[3].line.silence()
-    assert ended.get(timeout=WAIT_S) == "nothing heard of trainer for 1 s"
+    assert ended.get(timeout=WAIT_S) == "nothing received from trainer for 1 s"
     assert all(pair.trainer.ended is None for n, pair in enumerate(pairs) if n != 3)
     for pair in pairs:
         pair.close()
