@@ -149,7 +149,7 @@ def test_on_a_tpu_no_traffic_needs_a_program_that_was_not_compiled_ahead(
     """Blocks have one sampling for all and two widths of context, prompts are prefilled on the
     pages, and an insert writes no tokens, and is of few slots."""
     monkeypatch.setattr(prefill, "MANY_LOGITS", 1 if many_logits else 2**21)
-    monkeypatch.setattr(shapes, "TOGETHER", 8)
+    monkeypatch.setattr(shapes, "MAX_SEQUENCES", 8)
     changes = {"attention": "ragged", "page_tokens": 2, "kv_memory_mib": 0.35}
     changes["slots"] = 24 if many_logits else 16  # an engine of its own: nothing is compiled yet
     mesh = make_slices(schema.MeshSection()).sampler if placed else None
@@ -348,7 +348,7 @@ def test_many_that_begin_at_once_are_inserted_in_turns(monkeypatch) -> None:
             inserts.append(len(args.slots))
             return real(self, prefix, state, args)
 
-        monkeypatch.setattr(shapes, "TOGETHER", 3)
+        monkeypatch.setattr(shapes, "MAX_SEQUENCES", 3)
         monkeypatch.setattr(Engine, "insert", noted)
         sampler = make_sampler(attention=attention, slots=8, reserve=0.0, page_tokens=16)
         sampled.append([c.token_ids.tolist() for c in sampler.generate(members)])

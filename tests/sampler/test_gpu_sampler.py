@@ -182,7 +182,7 @@ def test_no_traffic_needs_a_program_that_was_not_compiled_ahead(
     """Two numbers of rows with one width of context, on a TPU two, and one sampling; a prefill of
     each size, also where layers have a window, of 128 and 300 tokens, there of 256 as well; and one
     insert."""
-    monkeypatch.setattr(shapes, "TOGETHER", 8)
+    monkeypatch.setattr(shapes, "MAX_SEQUENCES", 8)
     mixes = (Mix(), Mix(greedy=True))
     plain, sampler = make_pair(
         **case, pages=200, settings=SamplerSettings(mixes=mixes), slots=16, prefill_chunk=300

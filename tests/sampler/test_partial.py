@@ -211,10 +211,10 @@ def test_save_kill_the_process_resume_in_a_new_one(whole, tmp_path) -> None:
         sys.path.insert(0, {here!r})
         from pathlib import Path
         from tiny import make_sampler, request
-        from test_partial import WISH, caught_in_flight
+        from test_partial import REQUEST, caught_in_flight
         from jaxrl_async.sampler.partial import save_partial
         sampler = make_sampler(block=2)
-        save_partial(caught_in_flight(sampler, WISH), {path!r})
+        save_partial(caught_in_flight(sampler, REQUEST), {path!r})
         print("saved", flush=True)
         time.sleep(600)
     """
