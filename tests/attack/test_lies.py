@@ -151,7 +151,7 @@ def test_a_lie_in_a_session_is_counted_and_its_request_fails_over() -> None:
     """The sampler reports version 7 live, gets a request, and answers with a token of version 6."""
     pair, faults, live, got = session_pair(), FaultCounts(), [7], []
     check = RequestCheck(ROOM, itertools.count())
-    replica = RemoteReplica(pair.trainer, check, places=2, newest=lambda: 9, count=faults.add)
+    replica = RemoteReplica(pair.trainer, check, capacity=2, newest=lambda: 9, count=faults.add)
     replica.track_version(lambda: live[0])
     pair.sampler.on(Start, got.append)
 

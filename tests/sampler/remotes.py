@@ -37,7 +37,7 @@ class Remotes:
         replica = RemoteReplica(
             pair.trainer,
             CHECK,
-            places=sampler.capacity,
+            capacity=sampler.capacity,
             newest=lambda: self.newest,
             count=self.faults.add,
         )

@@ -461,7 +461,7 @@ def test_constraints_travel_to_a_remote_sampler_and_errors_come_back() -> None:
     with sampler_of() as here, sampler_of() as there:
         server = ReplicaServer(pair.sampler, there, beat_s=0.05)
         replica = RemoteReplica(
-            pair.trainer, check, places=there.capacity, newest=lambda: 0, count=lambda name: None
+            pair.trainer, check, capacity=there.capacity, newest=lambda: 0, count=lambda name: None
         )
         server.start()
         futures = replica.start_many([*good, bad])

@@ -65,7 +65,7 @@ class Invitation:
 
     config: Config
     spec: ModelSpec
-    places: int  # requests that a sampler holds at the same time
+    capacity: int  # requests that a sampler holds at the same time
     probe_ids: IntArray | None = None  # tokens to check new weights on; None: any
     tokenizer: Bytes | None = None  # as in Welcome
 
@@ -249,7 +249,7 @@ class Members:
         replica = RemoteReplica(
             session,
             self._check,
-            places=self._invitation.places,
+            capacity=self._invitation.capacity,
             newest=lambda: self._channel.published_version,
             count=self._count,
         )

@@ -157,7 +157,7 @@ def invitation(
     return Invitation(
         config=config,
         spec=spec,
-        places=plan.slots + plan.reserve,
+        capacity=plan.slots + plan.reserve,
         probe_ids=probe_ids,
         tokenizer=None if tokenizer is None else sent_tokenizer(tokenizer),
     )

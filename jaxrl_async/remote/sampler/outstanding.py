@@ -21,8 +21,9 @@ from jaxrl_async.sampler.router.job import fulfil
 from jaxrl_async.types import Completion, Partial, Request
 
 SENT_FACTOR = 3
-"""Maximum number of requests sent to the sampler, as a multiple of its places. Its queue never runs
-empty while there are more requests, and a burst from the router does not fill the connection."""
+"""Maximum number of requests sent to the sampler, as a multiple of its capacity. Its queue never
+runs empty while there are more requests, and a burst from the router does not fill the
+connection."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,16 +64,16 @@ class OutstandingRequests:
     """Unanswered requests and questions of one sampler, and how it ended. Thread-safe.
 
     Attributes:
-        places: Requests that the sampler holds at the same time.
+        capacity: Requests that the sampler holds at the same time.
         error: Error that ended it; set once, before anything fails.
         blamed: Ids of the requests that may have been on its device at that time.
         departure: How it left; None if it did not leave.
         closed: True if no more requests are accepted.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, capacity: int) -> None:
         """Start empty."""
-        self.places = places
+        self.capacity = capacity
         self.error: BaseException | None = None
         self.blamed: frozenset[str] = frozenset()
         self.departure: Departure | None = None
@@ -111,7 +112,7 @@ class OutstandingRequests:
         """Take as many unsent requests as the sampler has room for, most urgent first, and mark
         them as sent. version: the sampler's current version."""
         with self._lock:
-            room = SENT_FACTOR * self.places - (len(self._all) - len(self._unsent))
+            room = SENT_FACTOR * self.capacity - (len(self._all) - len(self._unsent))
             taken: list[Outstanding] = []
             while len(taken) < room and (out := self._unsent.head()) is not None:
                 self._unsent.admit(out)

@@ -64,7 +64,7 @@ class RemoteReplica:
         session: Session,
         check: RequestCheck,
         *,
-        places: int,
+        capacity: int,
         newest: Callable[[], int],
         count: Callable[[str, int], None] = lambda name, number: None,
     ) -> None:
@@ -73,14 +73,14 @@ class RemoteReplica:
         Args:
             session: With the sampler.
             check: Of the requests; the same for all samplers.
-            places: Requests that the sampler holds at the same time, until it reports the number
+            capacity: Requests that the sampler holds at the same time, until it reports the number
                 itself.
             newest: Returns the newest version that any sampler may have.
             count: Called with the name and number of each fault (metrics.fault_counts).
         """
         self._session, self._check = session, check
         self._lifetime = Lifetime(self, lambda r: r.loop.step(), name=f"replica {session.peer}")
-        self._outstanding = OutstandingRequests(places)
+        self._outstanding = OutstandingRequests(capacity)
         self.loop = SendLoop(session, self._lifetime, self._outstanding)
         self._messages = messages = ReplicaMessages(
             session.peer,
@@ -103,7 +103,7 @@ class RemoteReplica:
     @property
     def capacity(self) -> int:
         """Number of requests that the sampler holds at the same time, as reported in its beats."""
-        return self._outstanding.places
+        return self._outstanding.capacity
 
     @property
     def rows(self) -> int:

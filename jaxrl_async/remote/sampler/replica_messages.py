@@ -101,7 +101,7 @@ class ReplicaMessages:
         """Keep the statistics. Raises RolloutError."""
         self.stats = self._checked("a beat", lambda: checked_stats(message.stats))
         if 0 < message.places < 2**31:
-            self._requests.places = message.places
+            self._requests.capacity = message.places
 
     def take_died(self, message: Died) -> None:
         """Fail everything, and record which requests were on the device."""
@@ -124,7 +124,7 @@ class ReplicaMessages:
         """Fail the requests, because the session has ended. The first ones sent may have been on
         the device."""
         sent = [out for out in self._requests.by_wire_id().values() if out.sent]
-        blamed = frozenset(out.request.request_id for out in sent[: self._requests.places])
+        blamed = frozenset(out.request.request_id for out in sent[: self._requests.capacity])
         self._requests.finish(Disconnected(f"{self._peer}: {reason}"), blamed=blamed)
 
     def _results(self, message: Answers) -> dict[str, Completion | RolloutError]:

@@ -30,7 +30,7 @@ WAIT_S = 90.0
 @contextmanager
 def members(folder: Path, *settings: str) -> Iterator[Members]:
     config = config_of("addition", folder, "mesh.samplers_in=external", *settings)
-    invitation = Invitation(config=config, spec=SPEC, places=4)
+    invitation = Invitation(config=config, spec=SPEC, capacity=4)
     nothing: Any = None  # channel, outbox, router, check: no sampler here gets as far as weights
     made = Members(invitation, *[nothing] * 4, secret=b"", tls=None, count=lambda name, n: None)
     try:

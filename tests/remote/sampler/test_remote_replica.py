@@ -43,7 +43,7 @@ class Played:
         self.replica = RemoteReplica(
             self.pair.trainer,
             check,
-            places=CAPACITY,
+            capacity=CAPACITY,
             newest=lambda: NEWEST,
             count=self.faults.add,
         )
@@ -474,7 +474,7 @@ def test_waiting_on_the_thread_that_receives_its_answers_is_an_error(played):
 def test_a_request_that_is_too_large_for_the_wire_fails_alone():
     pair = session_pair(limits=WireLimits(silence_s=5.0, max_message_bytes=4000))
     check = RequestCheck(RequestLimits(max_length=10_000, seed=0), itertools.count())
-    replica = RemoteReplica(pair.trainer, check, places=8, newest=lambda: 0)
+    replica = RemoteReplica(pair.trainer, check, capacity=8, newest=lambda: 0)
     got: list = []
     pair.sampler.on(Start, lambda m: got.extend(m.requests))
     large = a_request(1, token_ids=np.zeros(2000, np.int32))

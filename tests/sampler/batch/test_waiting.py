@@ -189,7 +189,7 @@ def one_slot():
 
 
 def test_what_a_remote_sampler_is_sent_first_is_the_most_urgent() -> None:
-    requests = OutstandingRequests(places=1)
+    requests = OutstandingRequests(capacity=1)
     reqs = [request(i, priority=(level, 0)) for i, level in enumerate([0, 1, 0, -1, 0, -1, 1])]
     outs = requests.add(reqs)
     sent = requests.take_sendable()
