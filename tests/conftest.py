@@ -37,6 +37,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # How slow a machine is says nothing of what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+# tests/contract/mutant.py: no example of one mutation is tried on the next one
+settings.register_profile("mutant", settings.get_profile("patient"), database=None)
 settings.register_profile(  # pytest -n0 -m '' --timeout=0 --hypothesis-profile=long -k fuzz
     "long",
     max_examples=20_000,

@@ -97,6 +97,11 @@ def test_the_schedule_is_that_of_the_earliest_deadline():
 
 
 @pytest.mark.full
+def test_the_largest_credit_is_not_the_earliest_deadline():
+    """Each task's next draw is due when its credit reaches 1; a large weight fills it sooner."""
+    assert due({"a": 0.2, "b": 0.5}, {"a": 8.0, "b": 1.0}, "ab") == "a"
+
+
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 10), min_size=2, max_size=8),
