@@ -278,7 +278,8 @@ class PolicySession:
                 return
             self.ended = reason
             callbacks, self._on_end = self._on_end, {}
-        for callback in callbacks.values():
+        # running calls first: their slots become free even if another function raises
+        for _, callback in sorted(callbacks.items(), key=lambda entry: type(entry[0]) is not int):
             callback(reason)
 
     def on_end(self, callback: Callable[[str], object], call: int | None = None) -> None:

@@ -152,6 +152,27 @@ def test_a_caller_that_goes_cancels_its_call_alone():
     assert session.counts().cancelled_calls == 1
 
 
+def test_running_calls_are_cancelled_before_an_owner_hears_of_the_end():
+    policy = Policy(hold=True)
+    session = opened(policy)
+
+    def fail(reason: str) -> None:
+        raise ValueError(reason)
+
+    session.on_end(fail)
+
+    async def end_early():
+        call = asyncio.ensure_future(session.sample(np.array([1])))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="lost"):
+            session.end("lost")
+        with pytest.raises(SessionEnded, match="lost"):
+            await call
+        assert policy.futures[0].cancelled()
+
+    asyncio.run(end_early())
+
+
 def test_late_calls_are_refused_with_the_reason_also_by_key():
     counted = Counter()
     sessions = Sessions(max_open=2, count=lambda name, number: counted.update({name: number}))
