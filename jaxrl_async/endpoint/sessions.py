@@ -128,7 +128,8 @@ class PolicySession:
         self.exhausted: str | None = None  # the limit of calls or tokens that rejected a call
         self._refused: IntArray | None = None  # [prompt] of a call that left no room
         self._messages = PlayerMessages()
-        self._on_end: dict[object, Callable[[str], object]] = {}  # of a running call: by its number
+        self._on_end: list[Callable[[str], object]] = []
+        self._running: dict[int, Callable[[], object]] = {}  # cancels a call, by its number
         self._counts, self._times = SessionCounts(), SessionTimes(clock)
 
     # ---- read by callers
@@ -191,7 +192,7 @@ class PolicySession:
             if completion is None:
                 loop = asyncio.get_running_loop()
                 future = self._generate.submit_many([replace(request, logprobs=logprobs)])[0]
-                self.on_end(lambda _: call_in(loop, future.cancel), number)
+                self._cancel_at_end(number, lambda: call_in(loop, future.cancel))
                 completion = await (future if early is None else first_of(future, early))
             check_kept(completion, self.limits, len(request.token_ids))
             count = None if cut is None else cut(completion.token_ids)
@@ -277,17 +278,19 @@ class PolicySession:
             if self.ended is not None:
                 return
             self.ended = reason
-            callbacks, self._on_end = self._on_end, {}
-        # running calls first: their slots become free even if another function raises
-        for _, callback in sorted(callbacks.items(), key=lambda entry: type(entry[0]) is not int):
+            running, self._running = self._running, {}
+            callbacks, self._on_end = self._on_end, []
+        for cancel in running.values():  # first: slots become free even if a callback raises
+            cancel()
+        for callback in callbacks:
             callback(reason)
 
-    def on_end(self, callback: Callable[[str], object], call: int | None = None) -> None:
+    def on_end(self, callback: Callable[[str], object]) -> None:
         """Call a function once with the end reason when it has ended, or now if it has; on the
-        thread that ends it. call: number of the running call whose end removes the function."""
+        thread that ends it."""
         with self._lock:
             if self.ended is None:
-                self._on_end[object() if call is None else call] = callback
+                self._on_end.append(callback)
                 return
         callback(self.ended)
 
@@ -405,15 +408,24 @@ class PolicySession:
 
     def _check_limits(self, tokens: IntArray) -> None:
         """Raise SessionLimit if no token may be sampled after these, [prompt] int32."""
-        full = no_room(len(tokens), self.limits.max_length)
-        if limit := limit_reached(self._trace, self.bounds) or full:
-            self.exhaust(limit, tokens if limit == full else None)
+        limit, refused = limit_reached(self._trace, self.bounds), None
+        if not limit:
+            limit, refused = no_room(len(tokens), self.limits.max_length), tokens
+        if limit:
+            self.exhaust(limit, refused)
             raise SessionLimit(f"session {self.label} may not sample any more: {limit}.")
+
+    def _cancel_at_end(self, number: int, cancel: Callable[[], object]) -> None:
+        with self._lock:
+            if self.ended is None:
+                self._running[number] = cancel
+                return
+        cancel()
 
     def _close_call(self, number: int, completion: Completion | None) -> None:
         """Record a call's completion; None: it was cancelled. Raises if the session has ended."""
         with self._lock:
-            self._on_end.pop(number, None)
+            self._running.pop(number, None)
             if completion is not None and self.ended is None:
                 self._trace.end(number, completion)
             else:  # its tokens are not used
