@@ -60,7 +60,7 @@ class Draft:
         return max(matching, key=len, default=())
 
     def add_problem(self, path: KeyPath, sentence: str) -> None:
-        """Add a problem with the key at `path`; (): with the one that the sentence begins with."""
+        """Add a problem with the key at `path`; (): with the key that it begins with."""
         self.problems.append(f"{self.where(path or self._path_of(sentence))}: {sentence}")
 
 

@@ -102,7 +102,7 @@ def a_group_has_answers_to_compare(config: Config) -> Iterator[str]:
         "pairs.loss": config.pairs is not None,
         "algorithm.dynamic_sampling": a.dynamic_sampling,
     }
-    setting = next((setting for setting, compares in comparing.items() if compares), None)
+    setting = next((setting for setting, applies in comparing.items() if applies), None)
     if a.min_members == 1 < a.group_size and setting is not None:
         yield (
             f"{setting} compares the answers to one prompt, and algorithm.min_members=1 accepts a "

@@ -174,7 +174,7 @@ class PieceFetching:
     def for_base(self, target: Params) -> "PieceFetching":
         """See protocols.Fetching. Only versions are used to measure the faster transport: the base
         is fetched once, and may be a thousand times as large as an adapter."""
-        trial = self._transports.trial and TransportTrial()
+        trial = None if self._transports.trial is None else TransportTrial()
         transports = replace(self._transports, trial=trial)
         return PieceFetching(target, transports, self._holdings, self._server, spare=0)
 
